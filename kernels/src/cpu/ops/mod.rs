@@ -1,0 +1,1 @@
+//! Operators on slices: obvious loops, and the fast paths held to them.

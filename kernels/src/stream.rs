@@ -1,0 +1,75 @@
+//! Order: streams, and marks on them.
+//!
+//! A stream does its work in the order of issue; different streams know nothing of each other except
+//! through [`Mark`]s: [`crate::Order::mark`] names a point in a stream, [`crate::Order::wait`] makes
+//! another stream wait for it. Marks of a stream are numbered 1, 2, 3 …; a mark once reached stays
+//! reached. Mark 0 is always reached.
+
+use std::fmt;
+
+/// The queues of work of one rank.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Stream {
+    /// Operators.
+    Compute,
+    /// Host to device copies.
+    HostToDevice,
+    /// Device to host copies.
+    DeviceToHost,
+    /// Collectives across ranks.
+    Collective,
+    /// File to host reads.
+    NvmeRead,
+    /// Host to file writes.
+    NvmeWrite,
+}
+
+impl Stream {
+    /// All streams.
+    pub const ALL: [Stream; 6] = [
+        Stream::Compute,
+        Stream::HostToDevice,
+        Stream::DeviceToHost,
+        Stream::Collective,
+        Stream::NvmeRead,
+        Stream::NvmeWrite,
+    ];
+
+    /// Position in [`Stream::ALL`].
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// Short name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Stream::Compute => "compute",
+            Stream::HostToDevice => "h2d",
+            Stream::DeviceToHost => "d2h",
+            Stream::Collective => "collective",
+            Stream::NvmeRead => "nvme_read",
+            Stream::NvmeWrite => "nvme_write",
+        }
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A point in a stream: reached when everything issued to the stream before it is done.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Mark {
+    /// The stream.
+    pub stream: Stream,
+    /// Its number on that stream, from 1. 0: always reached.
+    pub number: u64,
+}
+
+impl fmt::Debug for Mark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}@{}", self.stream, self.number)
+    }
+}
