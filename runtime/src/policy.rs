@@ -3,6 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::layout::Layout;
+use crate::plan::{GRANULE, placed_bytes};
 use crate::schedule::{Schedule, in_place};
 use crate::units::{ChunkId, Role};
 use castor_kernels::Tier;
@@ -143,7 +144,7 @@ impl PlacementPolicy for AutoPolicy {
         let pinned: u64 = on_tier(view.layout, &answer, Tier::Device);
         let mut room = view.room[0].saturating_sub(window + pinned);
         for chunk in by_value(view) {
-            let bytes = view.layout.stored_bytes(chunk);
+            let bytes = placed_bytes(Tier::Device, view.layout.stored_bytes(chunk));
             if answer[chunk.index()] == Some(Tier::Host) && bytes <= room {
                 room -= bytes;
                 answer[chunk.index()] = Some(Tier::Device);
@@ -180,7 +181,8 @@ fn by_value(view: &PolicyView<'_>) -> Vec<ChunkId> {
 }
 
 fn on_tier(layout: &Layout, homes: &[Option<Tier>], tier: Tier) -> u64 {
-    layout.chunk_ids().filter(|c| homes[c.index()] == Some(tier)).map(|c| layout.stored_bytes(c)).sum()
+    let here = layout.chunk_ids().filter(|c| homes[c.index()] == Some(tier));
+    here.map(|c| placed_bytes(tier, layout.stored_bytes(c))).sum()
 }
 
 /// Bytes of working copies that the worst tick needs at once.
@@ -196,7 +198,7 @@ fn window_need(view: &PolicyView<'_>, homes: &[Option<Tier>]) -> u64 {
         } else {
             layout.stored_bytes(chunk)
         };
-        bytes.div_ceil(super::plan::GRANULE) * super::plan::GRANULE
+        placed_bytes(Tier::Device, bytes)
     })
 }
 
@@ -209,11 +211,11 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
         return Err(short(view, Tier::Device, device + need - view.room[0], &[("model data", device), ("window", need)]));
     }
     // Room left over serves prefetch, up to the streaming of two more ticks like the largest.
-    let window_bytes = if need == 0 { 0 } else { (view.room[0] - device).min(3 * need) };
+    let window_bytes = if need == 0 { 0 } else { (view.room[0] - device).min(3 * need) / GRANULE * GRANULE };
     let mut staging_bytes = 0;
     let host = on_tier(layout, &homes, Tier::Host);
     if host > view.room[1] {
-        let largest = layout.chunk_ids().map(|c| layout.stored_bytes(c).div_ceil(4096) * 4096).max().unwrap_or(0);
+        let largest = layout.chunk_ids().map(|c| placed_bytes(Tier::Nvme, layout.stored_bytes(c))).max().unwrap_or(0);
         staging_bytes = 3 * largest;
         let mut excess = (host + staging_bytes).saturating_sub(view.room[1]);
         let mut nvme = 0;
@@ -222,9 +224,9 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
                 break;
             }
             if homes[chunk.index()] == Some(Tier::Host) {
-                let bytes = layout.stored_bytes(chunk);
+                let bytes = placed_bytes(Tier::Nvme, layout.stored_bytes(chunk));
                 homes[chunk.index()] = Some(Tier::Nvme);
-                nvme += bytes.div_ceil(4096) * 4096;
+                nvme += bytes;
                 excess = excess.saturating_sub(bytes);
             }
         }
