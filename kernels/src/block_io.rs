@@ -109,9 +109,7 @@ impl BlockFile {
                         rung,
                         registered: AtomicBool::new(false),
                         refused,
-                        checksums: options
-                            .checksums
-                            .then(|| Mutex::new(Checksums::new(options.checksums_count))),
+                        checksums: options.checksums.then(|| Mutex::new(Checksums::new(options.checksums_count))),
                     });
                 }
                 Err(error) => refused.push((rung, error.to_string())),
@@ -271,8 +269,7 @@ fn take(file: &File, path: &Path, bytes: u64) -> Result<()> {
     let mut offset = 0;
     while offset < bytes {
         let piece = (zeros.len() as u64).min(bytes - offset);
-        file.write_all_at(&zeros[..piece as usize], offset)
-            .map_err(|e| failure(path, "write", offset, piece, &e))?;
+        file.write_all_at(&zeros[..piece as usize], offset).map_err(|e| failure(path, "write", offset, piece, &e))?;
         offset += piece;
     }
     file.sync_data().map_err(|e| failure(path, "fdatasync", 0, bytes, &e))

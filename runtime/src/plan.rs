@@ -72,9 +72,9 @@ pub struct Prediction {
     /// First step of the part of `train` that repeats for ever.
     pub cycle: usize,
     /// Bytes per link of one pass of the other kinds, between two training steps.
-    pub traffic: [Traffic; 3],
+    pub traffic: [Traffic; Pass::ALL.len()],
     /// Live bytes at each tick of each pass.
-    pub ticks: [Vec<TickStats>; 3],
+    pub ticks: [Vec<TickStats>; Pass::ALL.len()],
 }
 
 impl Prediction {
@@ -114,7 +114,7 @@ pub struct Plan {
     /// What it was made for.
     pub budgets: Budgets,
     /// The recorded uses of each pass.
-    pub schedules: [Schedule; 3],
+    pub schedules: [Schedule; Pass::ALL.len()],
     /// What it will cost.
     pub predicted: Prediction,
 }
@@ -211,7 +211,7 @@ impl Plan {
         dry: &dyn Fn() -> Arc<dyn Backend>,
         passes: &[Pass],
         rehearse: Rehearsal<'_>,
-    ) -> Result<[Schedule; 3]> {
+    ) -> Result<[Schedule; Pass::ALL.len()]> {
         let mut homes = vec![None; layout.groups.len() * crate::units::Role::ALL.len()];
         for chunk in layout.chunk_ids() {
             homes[chunk.index()] = Some(Tier::Device);

@@ -136,9 +136,8 @@ impl PlacementPolicy for AutoPolicy {
         }
         // Not everything fits: the window is sized for streaming everything twice over (one copy in use, one on
         // its way), then the device is filled with what saves the most crossings per byte.
-        let mut answer = homes(view.layout, |chunk| {
-            if may_leave(view.layout, chunk) { Tier::Host } else { Tier::Device }
-        });
+        let mut answer =
+            homes(view.layout, |chunk| if may_leave(view.layout, chunk) { Tier::Host } else { Tier::Device });
         let streaming = window_need(view, &answer);
         let window = (2 * streaming).min(view.room[0]).max(streaming) + view.window_shortage;
         let pinned: u64 = on_tier(view.layout, &answer, Tier::Device);
@@ -208,7 +207,12 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
     let need = window_need(view, &homes) + view.window_shortage;
     let device = on_tier(layout, &homes, Tier::Device);
     if device + need > view.room[0] {
-        return Err(short(view, Tier::Device, device + need - view.room[0], &[("model data", device), ("window", need)]));
+        return Err(short(
+            view,
+            Tier::Device,
+            device + need - view.room[0],
+            &[("model data", device), ("window", need)],
+        ));
     }
     // Room left over serves prefetch, up to the streaming of two more ticks like the largest.
     let window_bytes = if need == 0 { 0 } else { (view.room[0] - device).min(3 * need) / GRANULE * GRANULE };

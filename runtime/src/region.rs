@@ -145,7 +145,8 @@ mod tests {
         let mut region = Region::new(Span::new(Tier::Device, 0, 512), 256);
         let (a, _) = region.take(256).unwrap();
         let (b, _) = region.take(256).unwrap();
-        let (first, second) = (Mark { stream: Stream::Compute, number: 5 }, Mark { stream: Stream::DeviceToHost, number: 9 });
+        let (first, second) =
+            (Mark { stream: Stream::Compute, number: 5 }, Mark { stream: Stream::DeviceToHost, number: 9 });
         region.give(a, Fence::at(first));
         region.give(b, Fence::at(second));
         let (_, fence) = region.take(512).unwrap();

@@ -271,19 +271,7 @@ impl Operators for Simulated {
     fn rmsnorm(&self, _: View, _: View, _: View, _: View, _: u64, _: u64, _: f32) {
         unreachable!()
     }
-    fn rmsnorm_backward(
-        &self,
-        _: View,
-        _: View,
-        _: View,
-        _: View,
-        _: View,
-        _: View,
-        _: View,
-        _: u64,
-        _: u64,
-        _: Into,
-    ) {
+    fn rmsnorm_backward(&self, _: View, _: View, _: View, _: View, _: View, _: View, _: View, _: u64, _: u64, _: Into) {
         unreachable!()
     }
     fn rmsnorm_scratch_bytes(&self, _: u64, _: u64) -> u64 {

@@ -88,9 +88,9 @@ pub struct StatefulTensorMgr {
     tick: Option<Tick>,
     clock: u64,
     recording: Option<Vec<ScheduledTick>>,
-    recorded: [Schedule; 3],
+    recorded: [Schedule; Pass::ALL.len()],
     pass_began: Traffic,
-    pass_traffic: [Traffic; 3],
+    pass_traffic: [Traffic; Pass::ALL.len()],
     departures: u64,
     demand_fetches: u64,
 }
@@ -156,7 +156,7 @@ impl StatefulTensorMgr {
             recording: None,
             recorded: Default::default(),
             pass_began: Traffic::default(),
-            pass_traffic: [Traffic::default(); 3],
+            pass_traffic: [Traffic::default(); Pass::ALL.len()],
             departures: 0,
             demand_fetches: 0,
         })
@@ -263,7 +263,7 @@ impl StatefulTensorMgr {
     }
 
     /// The schedules that passes without a record have made.
-    pub fn recorded(&self) -> [Schedule; 3] {
+    pub fn recorded(&self) -> [Schedule; Pass::ALL.len()] {
         self.recorded.clone()
     }
 
@@ -572,7 +572,12 @@ impl StatefulTensorMgr {
     fn note_regions(&mut self) {
         debug_assert_eq!(
             self.window.used(),
-            self.chunks.iter().flatten().filter_map(|c| c.copy()).map(|c| self.window.rounded(c.span.bytes)).sum::<u64>(),
+            self.chunks
+                .iter()
+                .flatten()
+                .filter_map(|c| c.copy())
+                .map(|c| self.window.rounded(c.span.bytes))
+                .sum::<u64>(),
             "L1: the window holds exactly the working copies"
         );
         self.ledger.set_live(Tier::Device, Category::Window, self.window.used());
