@@ -112,9 +112,9 @@ impl Hello {
     fn send(self, mut stream: &TcpStream) -> io::Result<()> {
         let mut bytes = [0; HELLO];
         bytes[..GREETING.len()].copy_from_slice(GREETING);
-        for (field, value) in bytes[GREETING.len()..].chunks_exact_mut(4).zip([
-            self.world, self.rank, self.plane, self.port,
-        ]) {
+        for (field, value) in
+            bytes[GREETING.len()..].chunks_exact_mut(4).zip([self.world, self.rank, self.plane, self.port])
+        {
             field.copy_from_slice(&value.to_le_bytes());
         }
         stream.write_all(&bytes)
@@ -149,7 +149,9 @@ pub(super) fn meet(rank: u32, world: u32, master: SocketAddr, timeout: Duration)
     let until = until.max(Instant::now() + Duration::from_secs(10));
     for peer in 0..rank {
         for plane in 0..PLANES {
-            let gone = |e: io::Error| peer_error(peer, format!("it could not be reached at {}: {e}", addresses[peer as usize]));
+            let gone = |e: io::Error| {
+                peer_error(peer, format!("it could not be reached at {}: {e}", addresses[peer as usize]))
+            };
             let stream = connect(addresses[peer as usize], until).map_err(gone)?;
             Hello { world, rank, plane, port: 0 }.send(&stream).map_err(gone)?;
             keep(&mut sockets, plane, peer, stream)?;
@@ -316,7 +318,10 @@ fn accept(listener: &TcpListener, until: Instant) -> Result<Option<TcpStream>> {
                     io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted
                 ) => {}
             Err(e) => {
-                return Err(Error::Device { call: "accept".into(), reason: format!("{e}; raise the limit of open files") });
+                return Err(Error::Device {
+                    call: "accept".into(),
+                    reason: format!("{e}; raise the limit of open files"),
+                });
             }
         }
         if Instant::now() >= until {

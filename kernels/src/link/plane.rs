@@ -94,7 +94,7 @@ impl Plane {
                 let sending = progress.sent < HEADER + outbox(peer).len();
                 let receiving = progress.received < HEADER + inbox.part(peer).len();
                 if sending || receiving {
-                    let events = i16::from(sending) * libc::POLLOUT | i16::from(receiving) * libc::POLLIN;
+                    let events = (if sending { libc::POLLOUT } else { 0 }) | (if receiving { libc::POLLIN } else { 0 });
                     self.polls.push(libc::pollfd { fd: socket.raw(), events, revents: 0 });
                     // Who has not sent is to blame before who has not taken.
                     first = if receiving { Some(first.unwrap_or(peer)) } else { first };
@@ -167,7 +167,8 @@ impl Progress {
             if self.received == HEADER && self.in_header != header(kind, call, message.len()) {
                 let theirs = describe(&self.in_header);
                 let ours = describe(&header(kind, call, message.len()));
-                let how = format!("it makes {theirs} where this rank makes {ours}; all ranks must run the same program");
+                let how =
+                    format!("it makes {theirs} where this rank makes {ours}; all ranks must run the same program");
                 return Err(Trouble::Diverged(peer, how));
             }
         }

@@ -49,9 +49,7 @@ fn serial_sum(dtype: DType, world: u32, count: usize) -> Vec<u8> {
                 (1..world).fold(wide(0), |sum, rank| sum + wide(rank)).to_le_bytes().to_vec()
             }
             DType::F32 => narrow(index, |x| x).to_le_bytes().to_vec(),
-            DType::F16 => {
-                f16::from_f32(narrow(index, |x| f16::from_f32(x).to_f32())).to_le_bytes().to_vec()
-            }
+            DType::F16 => f16::from_f32(narrow(index, |x| f16::from_f32(x).to_f32())).to_le_bytes().to_vec(),
             _ => bf16::from_f32(narrow(index, |x| bf16::from_f32(x).to_f32())).to_le_bytes().to_vec(),
         })
         .collect()
