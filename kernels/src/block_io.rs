@@ -68,10 +68,12 @@ impl Default for BlockOptions {
 
 /// A nameless file of fixed size.
 pub struct BlockFile {
-    // Queues before workers before file: the order in which they may drop.
+    // Queues before workers: the order in which they may drop.
     reads: Mutex<Box<dyn Queue>>,
     writes: Mutex<Box<dyn Queue>>,
     _workers: Option<Workers>,
+    /// To do to the file what a bad disk would.
+    #[cfg(test)]
     file: Arc<File>,
     path: PathBuf,
     bytes: u64,
@@ -103,6 +105,7 @@ impl BlockFile {
                         reads: Mutex::new(reads),
                         writes: Mutex::new(writes),
                         _workers: workers,
+                        #[cfg(test)]
                         file,
                         path,
                         bytes,

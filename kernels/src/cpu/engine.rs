@@ -21,6 +21,9 @@ const TIMES: usize = 4096;
 /// Bytes between two looks at the clock of a throttled copy.
 const PIECE_BYTES: usize = 1 << 20;
 
+/// Most that a throttled engine makes up for at its next command.
+const LATENESS: Duration = Duration::from_millis(1);
+
 /// Work of an engine.
 #[derive(Clone, Copy)]
 pub(crate) enum Command {
@@ -240,10 +243,10 @@ impl Shared {
             match command {
                 Command::Wait(mark) => {
                     self.progress[mark.stream.index()].wait(mark.number);
-                    pace.idle();
                 }
                 Command::Mark(number) => progress.reach(number, self.now_ns()),
                 work if self.failure.get().is_none() => {
+                    pace.begin();
                     if let Err(error) = self.run(work, &mut pace) {
                         self.fail(error);
                     }
@@ -297,9 +300,13 @@ impl Pace {
         self.ns_per_byte.is_none()
     }
 
-    /// Time in which the engine had nothing to do is not saved up.
-    fn idle(&mut self) {
-        self.due = self.due.max(Instant::now());
+    /// A command begins. Time in which the engine had nothing to do is not saved up, but lateness (a sleep
+    /// that took too long) is made up for.
+    fn begin(&mut self) {
+        let now = Instant::now();
+        if now.saturating_duration_since(self.due) > LATENESS {
+            self.due = now;
+        }
     }
 
     /// `bytes` were copied: returns when the emulated link would be through with them.
@@ -307,15 +314,7 @@ impl Pace {
         let Some(ns_per_byte) = self.ns_per_byte else {
             return;
         };
-        let took = Duration::from_nanos((bytes as f64 * ns_per_byte) as u64);
-        let now = Instant::now();
-        // A gap longer than this piece was idleness between commands, not lateness to catch up with.
-        if now.duration_since(self.due) > took {
-            self.due = now.checked_sub(took).unwrap_or(now);
-        }
-        self.due += took;
-        if self.due > now {
-            std::thread::sleep(self.due - now);
-        }
+        self.due += Duration::from_nanos((bytes as f64 * ns_per_byte) as u64);
+        std::thread::sleep(self.due.saturating_duration_since(Instant::now()));
     }
 }
