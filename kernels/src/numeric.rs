@@ -72,6 +72,65 @@ pub fn sophia(h: &Sophia, decays: bool, parameter: f32, gradient: f32, first: f3
     (kept - h.lr * step, first)
 }
 
+/// One step of Sophia's Hessian estimate of one element (Gauss-Newton-Bartlett): the estimate after it.
+/// `gradient` is that of the sampled targets, unscaled, of the mean over `tokens`.
+#[inline]
+pub fn hessian(beta2: f32, tokens: f32, gradient: f32, hessian: f32) -> f32 {
+    beta2 * hessian + (((1.0 - beta2) * tokens) * gradient) * gradient
+}
+
+/// The 16 random bits with which [`hessian`]'s result is rounded where it is not kept in f32: a hash of the
+/// result itself, since the operator has no seed. The same whatever the sharding.
+#[inline]
+pub const fn hessian_random(result: f32) -> u16 {
+    crate::rng::bits(result.to_bits() as u64, 0, 1) as u16
+}
+
+/// Scale of a Q8 block of first moments, from its largest magnitude: codes are -127..=127, linear.
+#[inline]
+pub fn q8_first_scale(largest: f32) -> f32 {
+    largest / 127.0
+}
+
+/// First moment → Q8 code, stochastically rounded with 16 random bits.
+#[inline]
+pub fn q8_first_code(x: f32, scale: f32, random: u16) -> i8 {
+    if scale == 0.0 {
+        return 0;
+    }
+    (x / scale + random as f32 * (1.0 / 65_536.0)).floor().clamp(-127.0, 127.0) as i8
+}
+
+/// Q8 code → first moment.
+#[inline]
+pub fn q8_first_value(code: i8, scale: f32) -> f32 {
+    code as f32 * scale
+}
+
+/// Scale of a Q8 block of second moments, from its largest: codes are linear in the square root, code c
+/// meaning (c+1)·scale. There is no code for zero in a block that is not all zero: a small second moment
+/// rounded to zero would make its element's next update enormous; rounded up, it only makes it smaller.
+#[inline]
+pub fn q8_second_scale(largest: f32) -> f32 {
+    largest.sqrt() * (1.0 / 256.0)
+}
+
+/// Second moment (≥ 0) → Q8 code, stochastically rounded with 16 random bits.
+#[inline]
+pub fn q8_second_code(x: f32, scale: f32, random: u16) -> u8 {
+    if scale == 0.0 {
+        return 0;
+    }
+    ((x.sqrt() / scale - 1.0) + random as f32 * (1.0 / 65_536.0)).floor().clamp(0.0, 255.0) as u8
+}
+
+/// Q8 code → second moment.
+#[inline]
+pub fn q8_second_value(code: u8, scale: f32) -> f32 {
+    let root = (code as f32 + 1.0) * scale;
+    root * root
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,5 +160,28 @@ mod tests {
             let (p, _) = sophia(&h, false, 1.0, 3.0, 0.5, hessian);
             assert!((1.0 - p).abs() <= 0.1 + 1e-6 && p.is_finite(), "{hessian}: {p}");
         }
+    }
+
+    #[test]
+    fn q8_codes_enclose_the_value_and_keep_the_largest() {
+        for i in 0..2000 {
+            let x = crate::rng::normal(3, i);
+            let scale = q8_first_scale(4.0);
+            let [low, high] = [0, u16::MAX].map(|r| q8_first_value(q8_first_code(x, scale, r), scale));
+            assert!(low <= x * 1.00001 + 1e-6 && x <= high + 1e-6 && high - low <= scale * 1.001, "{x}");
+            let second = x * x;
+            let scale = q8_second_scale(16.0);
+            let [low, high] = [0, u16::MAX].map(|r| q8_second_value(q8_second_code(second, scale, r), scale));
+            // Below the smallest code there is nothing to round down to.
+            assert!(low <= second * 1.00001 || low == scale * scale, "{second} {low}");
+            assert!(high >= second * 0.9999 && low > 0.0, "{second} {high}");
+        }
+        assert_eq!(q8_first_value(q8_first_code(-4.0, q8_first_scale(4.0), 0), q8_first_scale(4.0)), -4.0);
+        for random in [0, 9, u16::MAX] {
+            let scale = q8_second_scale(16.0);
+            assert_eq!(q8_second_value(q8_second_code(16.0, scale, random), scale), 16.0);
+        }
+        assert_eq!(q8_first_code(0.0, q8_first_scale(0.0), 7), 0);
+        assert_eq!(q8_second_value(q8_second_code(0.0, 0.0, 7), 0.0), 0.0);
     }
 }
