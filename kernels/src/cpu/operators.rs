@@ -2,6 +2,7 @@
 //!
 //! Arithmetic is in [`super::ops`]. A view of the wrong type or too few elements is a bug of the caller and
 //! panics; a type that no operator has, or a token outside of the vocabulary, is kept for the next join.
+//! Everything that takes time runs in the backend's own pool of threads.
 
 use super::Cpu;
 use super::ops::linear::{self, Residual};
@@ -13,21 +14,21 @@ use crate::ops::{Attention, Classify, Into, Linear, Operators, State, Update, co
 use crate::{DType, Error, View};
 use half::{bf16, f16};
 
-/// Runs `$body` with `$T` as the type of the view's elements.
+/// Runs `$body` in the backend's threads, with `$T` as the type of the view's elements.
 macro_rules! typed {
     ($cpu:expr, $what:literal, $view:expr, $T:ident => $body:expr) => {
         match $view.dtype {
             DType::F32 => {
                 type $T = f32;
-                $body
+                $cpu.pool().install(|| $body)
             }
             DType::F16 => {
                 type $T = f16;
-                $body
+                $cpu.pool().install(|| $body)
             }
             DType::Bf16 => {
                 type $T = bf16;
-                $body
+                $cpu.pool().install(|| $body)
             }
             _ => $cpu.unsupported($what, $view.dtype),
         }
@@ -163,7 +164,7 @@ fn layer(shape: Linear) -> linear::Shape {
 
 impl Operators for Cpu {
     fn zero(&self, target: View) {
-        convert::zero(self.slice_mut(target));
+        self.pool().install(|| convert::zero(self.slice_mut(target)));
     }
 
     fn cast(&self, source: View, target: View) {
@@ -384,7 +385,7 @@ impl Operators for Cpu {
     }
 
     fn sum(&self, values: View, total: View, into: Into) {
-        let sum = reduce::sum(self.read(values, values.elements() as usize));
+        let sum = self.pool().install(|| reduce::sum(self.read(values, values.elements() as usize)));
         super::ops::store(&[sum], self.write::<f32>(total, 1), into);
     }
 
@@ -412,7 +413,8 @@ impl Operators for Cpu {
         if let (Some(weights), Some(gradient), Some(first), Some(second)) = (weights, gradient, first, second) {
             let State { decayed, seed, first_element, .. } = state;
             let part = update::Part { weights, gradient, first, second, decayed, seed, first_element };
-            update::update(update, part, control[control::MULTIPLIER as usize]);
+            let multiplier = control[control::MULTIPLIER as usize];
+            self.pool().install(|| update::update(update, part, multiplier));
         }
     }
 
@@ -432,7 +434,7 @@ impl Operators for Cpu {
         if let Some(gradient) = self.gradient(gradient)
             && let Some(hessian) = self.moment(hessian, gradient.len())
         {
-            update::hessian(gradient, hessian, beta2, tokens, inverse_loss_scale);
+            self.pool().install(|| update::hessian(gradient, hessian, beta2, tokens, inverse_loss_scale));
         }
     }
 }

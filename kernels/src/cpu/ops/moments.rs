@@ -144,7 +144,7 @@ pub enum Moment<'a> {
     Q8(&'a mut [u8], &'a mut [[u8; 4]]),
 }
 
-/// Which moment: decides the Q8 code and the lane of the random bits.
+/// Which moment: decides the Q8 code and the lane of the random numbers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Which {
     /// First moment: signed.
@@ -200,14 +200,17 @@ impl<'a> Moment<'a> {
         }
     }
 
-    /// The other way; `random(i, value)` gives the bits that round element i of the block.
-    pub fn write(&mut self, which: Which, first: usize, source: &[f32], random: impl Fn(usize, f32) -> u16) {
+    /// The other way; `draw(i, value)` gives seed and counter of what rounds element i of the block.
+    pub fn write(&mut self, which: Which, first: usize, source: &[f32], draw: impl Fn(usize, f32) -> (u64, u64)) {
         let range = first..first + source.len();
         match self {
             Moment::F32(m) => m[range].copy_from_slice(source),
             Moment::Bf16(m) => {
+                let lane = numeric::BF16_LANES[which as usize];
                 for (i, (m, s)) in m[range].iter_mut().zip(source).enumerate() {
-                    *m = bf16::from_bits(numeric::round_bf16_stochastic(*s, random(i, *s)));
+                    let (seed, counter) = draw(i, *s);
+                    let random = rng::bits(seed, counter, lane) as u16;
+                    *m = bf16::from_bits(numeric::round_bf16_stochastic(*s, random));
                 }
             }
             Moment::Q8(codes, scales) => {
@@ -217,18 +220,16 @@ impl<'a> Moment<'a> {
                     Which::Second => numeric::q8_second_scale(largest),
                 };
                 scales[first / BLOCK] = scale.to_ne_bytes();
+                let lane = numeric::Q8_LANES[which as usize];
                 for (i, (code, s)) in codes[range].iter_mut().zip(source).enumerate() {
+                    let (seed, counter) = draw(i, *s);
+                    let uniform = rng::uniform(seed, counter, lane);
                     *code = match which {
-                        Which::First => numeric::q8_first_code(*s, scale, random(i, *s)) as u8,
-                        Which::Second => numeric::q8_second_code(*s, scale, random(i, *s)),
+                        Which::First => numeric::q8_first_code(*s, scale, uniform) as u8,
+                        Which::Second => numeric::q8_second_code(*s, scale, uniform),
                     };
                 }
             }
         }
     }
-}
-
-/// Random bits of stochastic rounding in [`crate::Operators::update`].
-pub fn random(seed: u64, element: u64, which: Which) -> u16 {
-    rng::bits(seed, element, if which == Which::First { 0 } else { 1 }) as u16
 }

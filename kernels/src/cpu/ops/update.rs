@@ -3,7 +3,7 @@
 //! Elements are independent except within a Q8 block, so any split at multiples of [`BLOCK`] gives the same
 //! bits. Each block is widened to f32 on the stack, updated as [`crate::numeric`] says, and written back.
 
-use super::moments::{BLOCK, Gradient, Moment, Weights, Which, random};
+use super::moments::{BLOCK, Gradient, Moment, Weights, Which};
 use super::vectorised;
 use crate::numeric;
 use crate::ops::Update;
@@ -87,10 +87,10 @@ fn sequential(update: Update, mut part: Part<'_>, multiplier: f32) {
         elements(update, false, &mut p[decayed..], &g[decayed..], &mut m[decayed..], &mut v[decayed..]);
         let element = part.first_element + start as u64;
         part.weights.write(start, p);
-        part.first.write(Which::First, start, m, |i, _| random(part.seed, element + i as u64, Which::First));
+        let draw = |i: usize, _: f32| (part.seed, element + i as u64);
+        part.first.write(Which::First, start, m, draw);
         if let Update::AdamW(_) = update {
-            let bits = |i, _| random(part.seed, element + i as u64, Which::Second);
-            part.second.write(Which::Second, start, v, bits);
+            part.second.write(Which::Second, start, v, draw);
         }
     }
 }
@@ -137,6 +137,6 @@ pub fn hessian(gradient: Gradient<'_>, mut hessian: Moment<'_>, beta2: f32, toke
         for (h, g) in h.iter_mut().zip(g) {
             *h = numeric::hessian(beta2, tokens, *g, *h);
         }
-        hessian.write(Which::Second, start, h, |_, value| numeric::hessian_random(value));
+        hessian.write(Which::Second, start, h, |_, value| (numeric::hessian_seed(value), 0));
     }
 }
