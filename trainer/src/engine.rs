@@ -22,12 +22,9 @@ use crate::{
 };
 use castor_kernels::{Backend, DType, Tier, View, ops::Classify, rng};
 use castor_runtime::{
+    Category, GroupId, Pass, StatefulTensorMgr,
     layout::{Formats, Layout, Sharding},
-    ledger::Category,
     plan::{Fixed, Plan},
-    schedule::Pass,
-    tensor_mgr::StatefulTensorMgr,
-    units::GroupId,
 };
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -177,11 +174,17 @@ impl Blueprint {
         }
     }
 
-    /// Goes through every pass of the run once, with `mgr` on a backend that only counts.
+    /// Goes through every pass of the run twice (the second time is the steady one), with `mgr` on a backend that
+    /// only counts.
     ///
     /// # Errors
     /// If the manager finds no room.
-    pub fn rehearse(&self, mgr: &mut StatefulTensorMgr) -> castor_runtime::error::Result<()> {
+    pub fn rehearse(&self, mgr: &mut StatefulTensorMgr) -> castor_runtime::Result<()> {
+        self.rehearse_once(mgr)?;
+        self.rehearse_once(mgr)
+    }
+
+    fn rehearse_once(&self, mgr: &mut StatefulTensorMgr) -> castor_runtime::Result<()> {
         let mut inputs = self.inputs_in(mgr);
         let gradient = Classify::Gradient { scale: 1.0 };
         if self.options.optimizer.is_some_and(|o| o.estimates()) {
@@ -378,22 +381,9 @@ impl Engine {
     /// If a tensor is missing or unreadable, or a tier refuses.
     pub fn load(&mut self, source: &dyn TensorSource) -> Result<()> {
         for group in (0..self.model.groups.count() as u32).map(GroupId) {
-            let mut failure = None;
             let groups = &self.model.groups;
-            let loaded = self.mgr.load_group(group, &mut |first, out| {
-                groups.fill(group, first, out, source).map_err(|error| {
-                    let reason = error.to_string();
-                    failure = Some(error);
-                    castor_runtime::error::Error::Kernels(castor_kernels::Error::Device {
-                        call: "reading weights".into(),
-                        reason,
-                    })
-                })
-            });
-            match failure {
-                Some(error) => return Err(error),
-                None => loaded?,
-            }
+            let mut fill = |first, out: &mut [f32]| groups.fill(group, first, out, source);
+            self.mgr.load_group(group, &mut fill)?;
         }
         Ok(())
     }

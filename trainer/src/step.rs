@@ -21,13 +21,7 @@ use castor_kernels::{
     Backend, Span, Tier, View,
     ops::{Classify, Into, State, Update},
 };
-use castor_runtime::{
-    error::Result,
-    ledger::Category,
-    schedule::{Access, Pass},
-    tensor_mgr::{Lease, StatefulTensorMgr},
-    units::{GroupId, Role},
-};
+use castor_runtime::{Access, Category, GroupId, Lease, Pass, Result, Role, StatefulTensorMgr};
 use std::sync::Arc;
 
 /// What a pass computes with; fixed for a run.
@@ -94,7 +88,7 @@ impl<'a> Step<'a> {
             let group = model.groups.block(block);
             self.tick("forward", group, Phase::Forward(block))?;
             let lease = self.weights(group)?;
-            let weights = block::Tensors::of(&lease, &model.shape);
+            let weights = self.block_tensors(&lease, group);
             for micro in 0..self.micros {
                 let batch = self.batch(micro);
                 let places = model.activations.block(self.memory, block, micro, batch);
@@ -129,7 +123,7 @@ impl<'a> Step<'a> {
             // One block's places serve all: nothing is kept.
             self.tick("forward", group, Phase::Forward(0))?;
             let lease = self.weights(group)?;
-            let weights = block::Tensors::of(&lease, &model.shape);
+            let weights = self.block_tensors(&lease, group);
             for micro in 0..self.micros {
                 let mut places = model
                     .activations
@@ -285,8 +279,8 @@ impl<'a> Step<'a> {
         self.tick("backward", group, Phase::Backward(block))?;
         let lease = self.weights(group)?;
         let gradient = self.produce(group)?;
-        let weights = block::Tensors::of(&lease, &model.shape);
-        let gradients = block::Tensors::of(&gradient, &model.shape);
+        let weights = self.block_tensors(&lease, group);
+        let gradients = self.block_tensors(&gradient, group);
         for micro in 0..self.micros {
             let batch = self.batch(micro);
             let places = model.activations.block(self.memory, block, micro, batch);
@@ -315,7 +309,7 @@ impl<'a> Step<'a> {
                 &model.shape,
                 &self.inputs.ids(micro),
                 d_out,
-                gradient.tensor(0),
+                self.tensor(&gradient, Groups::EMBEDDING, 0),
                 if tied { Into::Add } else { into(micro) },
             );
         }
@@ -382,33 +376,35 @@ impl<'a> Step<'a> {
         Ok((lease, table))
     }
 
+    fn tensor(&self, lease: &Lease, group: GroupId, index: usize) -> View {
+        lease.tensor(&self.mgr.layout().group(group).tensors[index])
+    }
+
+    fn block_tensors(&self, lease: &Lease, group: GroupId) -> block::Tensors {
+        block::Tensors::of(lease, self.mgr.layout().group(group), &self.model.shape)
+    }
+
     fn head_tensors(&self, own: &Lease, table: Option<&Lease>) -> head::Tensors {
+        let head = self.model.groups.head();
         match table {
             Some(table) => head::Tensors {
-                output: table.tensor(0),
-                norm: own.tensor(0),
+                output: self.tensor(table, Groups::EMBEDDING, 0),
+                norm: self.tensor(own, head, 0),
             },
             None => head::Tensors {
-                output: own.tensor(0),
-                norm: own.tensor(1),
+                output: self.tensor(own, head, 0),
+                norm: self.tensor(own, head, 1),
             },
         }
     }
 
-    /// Acquires a gradient to be produced. What no operator will write is made zero: the padding behind the
-    /// tensors, which the norm and the update go over, and everything if there is no micro-batch.
+    /// Acquires a gradient to be produced. Without a micro-batch no operator will write it: it is zero.
     fn produce(&mut self, group: GroupId) -> Result<Lease> {
         let lease = self
             .mgr
             .acquire(group.chunk(Role::Gradient), Access::Produce)?;
-        let written = if self.micros == 0 {
-            0
-        } else {
-            self.mgr.layout().group(group).used
-        };
-        let rest = lease.view().elements() - written;
-        if rest > 0 {
-            self.ops.zero(lease.view().part(written, rest));
+        if self.micros == 0 {
+            self.ops.zero(lease.view());
         }
         Ok(lease)
     }
@@ -435,7 +431,13 @@ impl<'a> Step<'a> {
     fn embed(&self, lease: &Lease, micro: u64, out: View) {
         let ids = self.inputs.ids(micro);
         let ops = self.ops.as_ref();
-        embedding::forward(ops, &self.model.shape, &ids, lease.tensor(0), out);
+        embedding::forward(
+            ops,
+            &self.model.shape,
+            &ids,
+            self.tensor(lease, Groups::EMBEDDING, 0),
+            out,
+        );
     }
 
     fn block(&self) -> Block<'_> {

@@ -7,7 +7,7 @@
 use super::{AttentionKind, Shape, groups::block_tensor as index};
 use crate::activations::Keep;
 use castor_kernels::{Backend, View, ops::Into};
-use castor_runtime::tensor_mgr::Lease;
+use castor_runtime::{Lease, layout::Group};
 
 /// A block's weights, or their gradients.
 #[derive(Clone, Copy, Debug)]
@@ -25,18 +25,19 @@ pub struct Tensors {
 }
 
 impl Tensors {
-    /// The tensors in a lease of a block's whole parameter or gradient chunk.
-    pub fn of(lease: &Lease, shape: &Shape) -> Self {
+    /// The tensors in a lease of the whole parameter or gradient chunk of a block's `group`.
+    pub fn of(lease: &Lease, group: &Group, shape: &Shape) -> Self {
+        let tensor = |at: usize| lease.tensor(&group.tensors[at]);
         let attention = index::BIASES;
         let mlp = attention + if shape.attention_bias { 2 } else { 0 };
-        let bias = |has: bool, at: usize| has.then(|| lease.tensor(at));
+        let bias = |has: bool, at: usize| has.then(|| tensor(at));
         Tensors {
-            qkv: lease.tensor(index::QKV),
-            o: lease.tensor(index::O),
-            gate_up: lease.tensor(index::GATE_UP),
-            down: lease.tensor(index::DOWN),
-            norm1: lease.tensor(index::NORM1),
-            norm2: lease.tensor(index::NORM2),
+            qkv: tensor(index::QKV),
+            o: tensor(index::O),
+            gate_up: tensor(index::GATE_UP),
+            down: tensor(index::DOWN),
+            norm1: tensor(index::NORM1),
+            norm2: tensor(index::NORM2),
             qkv_bias: bias(shape.attention_bias, attention),
             o_bias: bias(shape.attention_bias, attention + 1),
             gate_up_bias: bias(shape.mlp_bias, mlp),
