@@ -2,5 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+
 pub mod error;
 pub mod source;
+pub mod weights;
