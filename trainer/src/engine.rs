@@ -16,13 +16,12 @@ use crate::{
         groups::{self, Groups, Part},
     },
     optimizer::Optimizer,
-    rope,
     source::TensorSource,
     step::{Model, Step},
 };
 use castor_kernels::{Backend, DType, Tier, View, ops::Classify, rng};
 use castor_runtime::{
-    Category, GroupId, Pass, StatefulTensorMgr,
+    Category, GroupId, Pass, Role, StatefulTensorMgr,
     layout::{Formats, Layout, Sharding},
     plan::{Fixed, Plan},
 };
@@ -354,7 +353,7 @@ impl Engine {
         let mgr = StatefulTensorMgr::new(Arc::clone(&backend), blueprint.layout.clone(), plan)?;
         let inputs = blueprint.inputs_in(&mgr);
         let options = blueprint.options.clone();
-        let table = rope::table(&options.config, options.sequence);
+        let table = options.config.rope_table(options.sequence as usize);
         inputs.upload_rope(backend.as_ref(), &table)?;
         Ok(Engine {
             mgr,
@@ -594,7 +593,24 @@ impl Engine {
         Ok(values)
     }
 
-    /// A named tensor's part of what [`Engine::read_group`] gave.
+    /// A group's gradient, tensors one after the other, divided by `loss_scale`. All ranks must call it.
+    ///
+    /// # Errors
+    /// If a tier or a peer refuses.
+    pub fn read_gradient(&mut self, group: GroupId, loss_scale: f32) -> Result<Vec<f32>> {
+        let chunk = group.chunk(Role::Gradient);
+        let mut bytes = self.mgr.read_chunk(chunk)?;
+        let layout = self.mgr.layout();
+        if layout.world > 1 && layout.sharding.gradients {
+            bytes = self.ops.exchange(&bytes)?.concat();
+        }
+        let mut values = widen(&bytes, layout.dtype(chunk));
+        values.truncate(layout.group(group).used as usize);
+        values.iter_mut().for_each(|value| *value /= loss_scale);
+        Ok(values)
+    }
+
+    /// A named tensor's part of what [`Engine::read_group`] or [`Engine::read_gradient`] gave.
     pub fn slice<'v>(&self, part: &Part, group: &'v [f32]) -> &'v [f32] {
         &group[part.offset as usize..(part.offset + part.elements()) as usize]
     }
@@ -624,6 +640,27 @@ impl Engine {
             ticket,
         });
         self.track.progress.step += 1;
+    }
+}
+
+/// Float elements as f32.
+///
+/// # Panics
+/// If `dtype` is not f32, f16 or bf16.
+pub(crate) fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    let halves = bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+    match dtype {
+        DType::F32 => bytes
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect(),
+        DType::F16 => halves
+            .map(|b| half::f16::from_le_bytes(b).to_f32())
+            .collect(),
+        DType::Bf16 => halves
+            .map(|b| half::bf16::from_le_bytes(b).to_f32())
+            .collect(),
+        other => panic!("{other:?} is no type of weights, gradients or logits"),
     }
 }
 

@@ -3,6 +3,7 @@
 
 pub mod activations;
 pub mod config;
+pub mod data;
 pub mod engine;
 pub mod error;
 pub mod inputs;
@@ -11,6 +12,6 @@ pub mod lr;
 pub mod model;
 pub mod optimizer;
 pub mod parity;
-mod rope;
 pub mod source;
 mod step;
+pub mod weights;
