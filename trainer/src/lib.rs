@@ -2,5 +2,9 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+pub mod doctor;
 pub mod error;
+pub mod launcher;
+pub mod rendezvous;
+pub mod report;
 pub mod source;
