@@ -285,6 +285,7 @@ fn watch(
     let mut outcome = decided;
     let mut stopping: Option<Stopping> = None;
     let mut signal: Option<i32> = None;
+    let mut overdue = false;
     let after = |wait: Duration| {
         Some(Stopping {
             kill_at: Instant::now() + wait,
@@ -308,7 +309,8 @@ fn watch(
         // Of several that ended together, one killed by a signal is the cause and the others its victims.
         failed.sort_by_key(|(_, status)| status.signal().is_none());
         for (index, status) in failed {
-            if outcome.is_some() {
+            // What ends after it was killed is no failure of its own.
+            if outcome.is_some() || stopping.is_some_and(|state| state.kills > 0) {
                 break;
             }
             if let Some(by) = interruption(status, signal) {
@@ -334,7 +336,7 @@ fn watch(
             .filter(|member| member.status.is_none())
             .count();
         if alive == 0 {
-            if let Some(Stopping { kills: 1.., .. }) = stopping {
+            if overdue {
                 say("some ranks did not end on TERM and were killed");
             }
             return match (outcome, signal) {
@@ -347,6 +349,7 @@ fn watch(
         if let Some(state) = &mut stopping {
             if Instant::now() >= state.kill_at {
                 if state.kills == 0 {
+                    overdue = true;
                     group.iter_mut().for_each(Running::kill);
                 } else {
                     group.iter_mut().for_each(Running::cut);
