@@ -124,7 +124,13 @@ impl Scene {
     }
 
     fn start(&self, arguments: &[&str]) -> Child {
-        self.command(arguments).spawn().unwrap()
+        loop {
+            match self.command(arguments).spawn() {
+                // Another test was starting a process while the script was open for writing here.
+                Err(error) if error.kind() == std::io::ErrorKind::ExecutableFileBusy => {}
+                started => return started.unwrap(),
+            }
+        }
     }
 
     fn run(&self, arguments: &[&str]) -> Ended {

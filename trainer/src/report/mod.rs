@@ -8,6 +8,7 @@
 //!
 //! It measures nothing but this process's own peak ([`peak_host_bytes`]); all numbers are handed in.
 
+mod chart;
 pub mod html;
 pub mod log;
 pub mod memory;
