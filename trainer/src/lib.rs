@@ -3,15 +3,11 @@
 
 pub mod activations;
 pub mod config;
-pub mod data;
-pub mod engine;
+pub mod doctor;
 pub mod error;
-pub mod inputs;
-pub mod loss_scale;
-pub mod lr;
-pub mod model;
-pub mod optimizer;
-pub mod parity;
+pub mod launcher;
+pub mod rendezvous;
+pub mod report;
 pub mod source;
 mod step;
 pub mod weights;
