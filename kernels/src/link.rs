@@ -34,12 +34,7 @@ impl Link {
     pub fn all_gather(&self, _full: &mut [u8]) -> Result<()> {
         Ok(())
     }
-    pub fn reduce_scatter(
-        &self,
-        _d: DType,
-        _full: &mut [u8],
-        _out: Option<&mut [u8]>,
-    ) -> Result<()> {
+    pub fn reduce_scatter(&self, _d: DType, _full: &mut [u8], _out: Option<&mut [u8]>) -> Result<()> {
         Ok(())
     }
     pub fn all_reduce(&self, _d: DType, _data: &mut [u8]) -> Result<()> {

@@ -88,9 +88,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             return match error.kind() {
                 ErrorKind::DisplayHelp
                 | ErrorKind::DisplayVersion
-                | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-                    Ok(Command::Text(error.to_string()))
-                }
+                | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Ok(Command::Text(error.to_string())),
                 _ => Err(usage(&error)),
             };
         }
@@ -101,10 +99,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             Asked::Print(text) => Ok(Command::Text(text)),
         },
         Some(("plan", matches)) => match training(matches)? {
-            Asked::Run(settings) => Ok(Command::Plan {
-                settings,
-                json: matches.get_flag("json"),
-            }),
+            Asked::Run(settings) => Ok(Command::Plan { settings, json: matches.get_flag("json") }),
             Asked::Print(text) => Ok(Command::Text(text)),
         },
         Some(("parity", matches)) => match training(matches)? {
@@ -113,16 +108,12 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
                 batch: required(matches, "batch").into(),
                 expect: value(matches, "expect").map(PathBuf::from),
                 out: value(matches, "out").map(PathBuf::from),
-                tolerance: required(matches, "tolerance")
-                    .parse()
-                    .ok()
-                    .filter(|t| *t >= 0.0)
-                    .ok_or_else(|| {
-                        Error::Usage(format!(
-                            "--tolerance is {}; a number of at least 0 was expected",
-                            required(matches, "tolerance")
-                        ))
-                    })?,
+                tolerance: required(matches, "tolerance").parse().ok().filter(|t| *t >= 0.0).ok_or_else(|| {
+                    Error::Usage(format!(
+                        "--tolerance is {}; a number of at least 0 was expected",
+                        required(matches, "tolerance")
+                    ))
+                })?,
             }),
             Asked::Print(text) => Ok(Command::Text(text)),
         },
@@ -137,9 +128,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             },
         }),
         Some(("report", matches)) => Ok(Command::Report(required(matches, "run_dir").into())),
-        Some(("doctor", matches)) => Ok(Command::Doctor {
-            bench: matches.get_flag("bench"),
-        }),
+        Some(("doctor", matches)) => Ok(Command::Doctor { bench: matches.get_flag("bench") }),
         _ => unreachable!("clap asks for a sub-command"),
     }
 }
@@ -188,20 +177,14 @@ fn training(matches: &ArgMatches) -> Result<Asked> {
             Some(true) => raw.set(short.key, vec![short.value.into()], Origin::Flag)?,
             Some(false) => {}
             None => {
-                return Err(Error::Usage(format!(
-                    "--{} is {text}; true or false was expected",
-                    short.names[0]
-                )));
+                return Err(Error::Usage(format!("--{} is {text}; true or false was expected", short.names[0])));
             }
         }
     }
     for ignored in IGNORED {
         for name in ignored.names {
             if matches.contains_id(name) {
-                notices.push(format!(
-                    "--{name} is accepted and changes nothing: {}",
-                    ignored.why
-                ));
+                notices.push(format!("--{name} is accepted and changes nothing: {}", ignored.why));
             }
         }
     }
@@ -214,15 +197,8 @@ fn training(matches: &ArgMatches) -> Result<Asked> {
 }
 
 fn pack(matches: &ArgMatches) -> Result<Command> {
-    let Some(("pack", matches)) = matches.subcommand() else {
-        unreachable!("clap asks for a sub-command")
-    };
-    let inputs = matches
-        .get_many::<String>("input")
-        .into_iter()
-        .flatten()
-        .cloned()
-        .collect();
+    let Some(("pack", matches)) = matches.subcommand() else { unreachable!("clap asks for a sub-command") };
+    let inputs = matches.get_many::<String>("input").into_iter().flatten().cloned().collect();
     Ok(Command::DataPack {
         spec: DataSpec {
             text_field: required(matches, "text_field"),
@@ -251,24 +227,15 @@ fn tree() -> clap::Command {
     let command = |name: &'static str, about: &'static str| clap::Command::new(name).about(about);
     let path = |id: &'static str, help: &'static str| Arg::new(id).required(true).help(help);
     let option = |id: &'static str, help: &'static str| Arg::new(id).long(id).help(help);
-    let switch = |id: &'static str, help: &'static str| {
-        Arg::new(id).long(id).action(ArgAction::SetTrue).help(help)
-    };
-    let pack = command(
-        "pack",
-        "Tokenise text once, into a file that every run maps",
-    )
-    .arg(path("input", "Text and jsonl files, folders, globs").num_args(1..))
-    .arg(option("tokenizer", "`bytes`, a tokenizer.json or its folder").required(true))
-    .arg(option("out", "Folder to write").required(true))
-    .arg(option("text_field", "Name of the text in a JSON record").default_value("text"))
-    .arg(
-        option("on_bad_record", "stop, or skip and count")
-            .value_parser(["stop", "skip"])
-            .default_value("stop"),
-    )
-    .arg(switch("no_add_bos", "No BOS before documents"))
-    .arg(switch("no_add_eos", "No EOS after documents"));
+    let switch = |id: &'static str, help: &'static str| Arg::new(id).long(id).action(ArgAction::SetTrue).help(help);
+    let pack = command("pack", "Tokenise text once, into a file that every run maps")
+        .arg(path("input", "Text and jsonl files, folders, globs").num_args(1..))
+        .arg(option("tokenizer", "`bytes`, a tokenizer.json or its folder").required(true))
+        .arg(option("out", "Folder to write").required(true))
+        .arg(option("text_field", "Name of the text in a JSON record").default_value("text"))
+        .arg(option("on_bad_record", "stop, or skip and count").value_parser(["stop", "skip"]).default_value("stop"))
+        .arg(switch("no_add_bos", "No BOS before documents"))
+        .arg(switch("no_add_eos", "No EOS after documents"));
     clap::Command::new("castor")
         .version(env!("CARGO_PKG_VERSION"))
         .about("Trains Llama models beyond one GPU's memory: device, host and NVMe as one")
@@ -365,11 +332,7 @@ fn training_flags(mut command: clap::Command) -> clap::Command {
 
 /// `--name`, or `--name value`.
 fn boolean_flag(name: &'static str) -> Arg {
-    Arg::new(name)
-        .long(name)
-        .num_args(0..=1)
-        .default_missing_value("true")
-        .value_name("V")
+    Arg::new(name).long(name).num_args(0..=1).default_missing_value("true").value_name("V")
 }
 
 /// clap's error as one sentence, with the flag that was probably meant.
@@ -379,25 +342,16 @@ fn usage(error: &clap::Error) -> Error {
         _ => None,
     };
     let meant = |near: Option<&str>, dashes: &str| {
-        near.map(|near| format!("; did you mean {dashes}{near}?"))
-            .unwrap_or_default()
+        near.map(|near| format!("; did you mean {dashes}{near}?")).unwrap_or_default()
     };
     Error::Usage(match error.kind() {
         ErrorKind::UnknownArgument => {
             let typed = context(ContextKind::InvalidArg).unwrap_or_default();
-            let name = typed
-                .trim_start_matches('-')
-                .split('=')
-                .next()
-                .unwrap_or_default()
-                .replace('-', "_");
+            let name = typed.trim_start_matches('-').split('=').next().unwrap_or_default().replace('-', "_");
             match table::REFUSED.iter().find(|(refused, _)| *refused == name) {
                 Some((_, why)) => format!("--{name}: {why}"),
                 None if typed.starts_with("--") => {
-                    format!(
-                        "unknown flag {typed}{}",
-                        meant(nearest(&name, table::names()), "--")
-                    )
+                    format!("unknown flag {typed}{}", meant(nearest(&name, table::names()), "--"))
                 }
                 None if typed.starts_with('-') => format!("unknown flag {typed}"),
                 None => format!("{typed} is not expected here: values follow a flag"),
@@ -406,10 +360,7 @@ fn usage(error: &clap::Error) -> Error {
         ErrorKind::InvalidSubcommand => {
             let typed = context(ContextKind::InvalidSubcommand).unwrap_or_default();
             let tree = tree();
-            let names: Vec<&str> = tree
-                .get_subcommands()
-                .map(clap::Command::get_name)
-                .collect();
+            let names: Vec<&str> = tree.get_subcommands().map(clap::Command::get_name).collect();
             format!(
                 "unknown command {typed}{} (commands: {})",
                 meant(nearest(&typed, names.iter().copied()), ""),

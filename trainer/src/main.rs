@@ -19,21 +19,12 @@ fn main() -> ExitCode {
 fn run() -> Result<()> {
     match cli::parse(std::env::args_os())? {
         Command::Text(text) => print!("{text}"),
-        Command::DataPack {
-            spec,
-            tokenizer,
-            out,
-        } => {
+        Command::DataPack { spec, tokenizer, out } => {
             let summary = data::pack(&spec, &Tokenizer::open(&tokenizer)?, &out)?;
             for notice in &summary.notices {
                 eprintln!("castor: {notice}");
             }
-            println!(
-                "{} tokens of {} documents in {}",
-                summary.tokens,
-                summary.documents,
-                out.display()
-            );
+            println!("{} tokens of {} documents in {}", summary.tokens, summary.documents, out.display());
         }
         other => return Err(Error::Failed(format!("this build has no {other:?}"))),
     }

@@ -72,8 +72,8 @@ pub fn main(arguments: &[OsString], setup: &Setup<'_>) -> Result<u8> {
     let own_name = hosts::own_name();
     let mut nodes = nodes(&options, &own_name)?;
     let events = Events::listen(options.supervised)?;
-    let current = std::env::current_dir()
-        .map_err(|error| Error::Failed(format!("the current folder is gone: {error}")))?;
+    let current =
+        std::env::current_dir().map_err(|error| Error::Failed(format!("the current folder is gone: {error}")))?;
     let ssh = Ssh {
         program: &setup.ssh,
         port: options.ssh_port,
@@ -90,10 +90,7 @@ pub fn main(arguments: &[OsString], setup: &Setup<'_>) -> Result<u8> {
             Outcome::Done => return Ok(0),
             Outcome::Stopped => return Ok(1),
             Outcome::Interrupted(signal) => {
-                say(&format!(
-                    "interrupted by signal {}",
-                    signals::signal_name(signal)
-                ));
+                say(&format!("interrupted by signal {}", signals::signal_name(signal)));
                 return Ok(128 + signal as u8);
             }
             // A wrong command line or a plan that does not fit is as wrong the second time.
@@ -125,10 +122,7 @@ pub fn follow_launcher() -> Result<()> {
     if launcher.to_str() == Some(parent.to_string().as_str()) {
         Ok(())
     } else {
-        Err(Error::Failed(format!(
-            "the launcher (process {}) that started this rank is gone",
-            launcher.display()
-        )))
+        Err(Error::Failed(format!("the launcher (process {}) that started this rank is gone", launcher.display())))
     }
 }
 
@@ -161,11 +155,7 @@ fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
     let listed = match (&options.host, &options.hostfile) {
         (Some(list), _) => hosts::from_list(list)?,
         (None, Some(path)) => hosts::from_file(path)?,
-        (None, None) => vec![hosts::Host {
-            name: "localhost".into(),
-            slots: None,
-            devices: options.devices.clone(),
-        }],
+        (None, None) => vec![hosts::Host { name: "localhost".into(), slots: None, devices: options.devices.clone() }],
     };
     let mut listed = match (&options.include, &options.exclude) {
         (Some(filter), _) => hosts::include(listed, filter)?,
@@ -175,10 +165,7 @@ fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
     let several = options.host.is_some() || options.hostfile.is_some();
     if let Some(count) = options.nnodes.filter(|_| several) {
         if count as usize > listed.len() {
-            return Err(Error::Usage(format!(
-                "--nnodes {count}: only {} hosts are named",
-                listed.len()
-            )));
+            return Err(Error::Usage(format!("--nnodes {count}: only {} hosts are named", listed.len())));
         }
         listed.truncate(count as usize);
     }
@@ -195,10 +182,7 @@ fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
                 None => room.unwrap_or(1),
             };
             if let Some(room) = room.filter(|room| ranks > *room) {
-                return Err(Error::Usage(format!(
-                    "--nproc_per_node {ranks}: host {} has {room} slots",
-                    host.name
-                )));
+                return Err(Error::Usage(format!("--nproc_per_node {ranks}: host {} has {room} slots", host.name)));
             }
             Ok(Node {
                 local: hosts::is_this_machine(&host.name, own_name),
@@ -210,9 +194,7 @@ fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
         })
         .collect::<Result<_>>()?;
     if nodes.iter().filter(|node| node.local).count() > 1 {
-        return Err(Error::Usage(
-            "two of the hosts are this machine: name it once and give --nproc_per_node".into(),
-        ));
+        return Err(Error::Usage("two of the hosts are this machine: name it once and give --nproc_per_node".into()));
     }
     Ok(nodes)
 }
@@ -250,8 +232,7 @@ fn prepare(nodes: &mut [Node], options: &Options, setup: &Setup<'_>, ssh: &Ssh<'
         }
     }
     // With a launcher on each host only the first host's may look for the port, and none may pick one.
-    let own_launchers =
-        options.node_rank.is_some() && options.nnodes.is_some_and(|count| count > 1);
+    let own_launchers = options.node_rank.is_some() && options.nnodes.is_some_and(|count| count > 1);
     match port {
         Some(port) => Ok(port),
         None if options.supervised => Ok(options.master_port.unwrap_or(AGREED_PORT)),
@@ -293,20 +274,11 @@ impl World {
                     first.clone()
                 } else if !nodes[0].local {
                     // ssh's form may carry a user.
-                    first
-                        .rsplit('@')
-                        .next()
-                        .unwrap_or(first)
-                        .trim_matches(['[', ']'])
-                        .to_owned()
+                    first.rsplit('@').next().unwrap_or(first).trim_matches(['[', ']']).to_owned()
                 } else {
                     return Err(Error::Usage(format!(
                         "--master_addr is missing: other hosts cannot reach this one as {first}; name it as they know it{}",
-                        if own_name.is_empty() {
-                            String::new()
-                        } else {
-                            format!(" (here it is called {own_name})")
-                        }
+                        if own_name.is_empty() { String::new() } else { format!(" (here it is called {own_name})") }
                     )));
                 }
             }
@@ -335,23 +307,12 @@ fn members(
     for (index, node) in nodes.iter().enumerate() {
         if node.local {
             for local_rank in 0..node.ranks {
-                members.push(local_member(
-                    node,
-                    options,
-                    setup,
-                    world,
-                    restart,
-                    rank + local_rank,
-                    local_rank,
-                )?);
+                members.push(local_member(node, options, setup, world, restart, rank + local_rank, local_rank)?);
             }
         } else {
             members.push(Member {
                 label: format!("host {}", node.name),
-                command: ssh.command(
-                    &node.name,
-                    &remote_arguments(node, index, options, ssh, world, restart, rank),
-                ),
+                command: ssh.command(&node.name, &remote_arguments(node, index, options, ssh, world, restart, rank)),
                 remote: true,
                 show: Show::Lines(String::new()),
                 files: None,
@@ -413,13 +374,7 @@ fn local_member(
     } else {
         format!(" on {}", node.name)
     };
-    Ok(Member {
-        label: format!("rank {rank}{host}"),
-        command,
-        remote: false,
-        show,
-        files,
-    })
+    Ok(Member { label: format!("rank {rank}{host}"), command, remote: false, show, files })
 }
 
 /// The supervised launcher's flags. `rank` is the first on that host.
@@ -472,24 +427,18 @@ fn remote_arguments(
 /// `CUDA_VISIBLE_DEVICES` for chosen logical devices: numbers count within what is visible already.
 fn visible_devices(chosen: &[u32], visible: Option<String>) -> Result<String> {
     let visible = visible.unwrap_or_default();
-    let visible: Vec<&str> = visible
-        .split(',')
-        .map(str::trim)
-        .filter(|id| !id.is_empty())
-        .collect();
+    let visible: Vec<&str> = visible.split(',').map(str::trim).filter(|id| !id.is_empty()).collect();
     let names: Vec<String> = chosen
         .iter()
-        .map(
-            |&device| match (visible.is_empty(), visible.get(device as usize)) {
-                (true, _) => Ok(device.to_string()),
-                (false, Some(id)) => Ok((*id).to_owned()),
-                (false, None) => Err(Error::Usage(format!(
-                    "device {device} was asked for, but CUDA_VISIBLE_DEVICES={} shows only {}",
-                    visible.join(","),
-                    visible.len()
-                ))),
-            },
-        )
+        .map(|&device| match (visible.is_empty(), visible.get(device as usize)) {
+            (true, _) => Ok(device.to_string()),
+            (false, Some(id)) => Ok((*id).to_owned()),
+            (false, None) => Err(Error::Usage(format!(
+                "device {device} was asked for, but CUDA_VISIBLE_DEVICES={} shows only {}",
+                visible.join(","),
+                visible.len()
+            ))),
+        })
         .collect::<Result<_>>()?;
     Ok(names.join(","))
 }
@@ -517,13 +466,9 @@ fn free_port(port: u16) -> Result<u16> {
             std::io::ErrorKind::PermissionDenied => "may not be used by this user".to_owned(),
             _ => format!("cannot be used: {error}"),
         };
-        Error::Failed(format!(
-            "--master_port {port} {reason}; name another, or 0 for any free one"
-        ))
+        Error::Failed(format!("--master_port {port} {reason}; name another, or 0 for any free one"))
     })?;
-    let address = listener
-        .local_addr()
-        .map_err(|error| Error::Failed(format!("--master_port {port}: {error}")))?;
+    let address = listener.local_addr().map_err(|error| Error::Failed(format!("--master_port {port}: {error}")))?;
     Ok(address.port())
 }
 
@@ -535,13 +480,8 @@ mod tests {
     fn chosen_devices_count_within_the_visible_ones() {
         assert_eq!(visible_devices(&[0, 2], None).unwrap(), "0,2");
         assert_eq!(visible_devices(&[0], Some("1".into())).unwrap(), "1");
-        assert_eq!(
-            visible_devices(&[1, 0], Some("3, GPU-ab".into())).unwrap(),
-            "GPU-ab,3"
-        );
-        let message = visible_devices(&[1], Some("3".into()))
-            .unwrap_err()
-            .to_string();
+        assert_eq!(visible_devices(&[1, 0], Some("3, GPU-ab".into())).unwrap(), "GPU-ab,3");
+        let message = visible_devices(&[1], Some("3".into())).unwrap_err().to_string();
         assert!(message.contains("CUDA_VISIBLE_DEVICES=3"), "{message}");
     }
 
@@ -550,10 +490,7 @@ mod tests {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
         let message = free_port(port).unwrap_err().to_string();
-        assert!(
-            message.contains(&port.to_string()) && message.contains("in use"),
-            "{message}"
-        );
+        assert!(message.contains(&port.to_string()) && message.contains("in use"), "{message}");
         assert_ne!(free_port(0).unwrap(), 0);
     }
 }
