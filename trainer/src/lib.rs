@@ -5,6 +5,7 @@
 //! ranks of it, [`report`] says what happened.
 #![forbid(unsafe_code)]
 
+pub mod account;
 pub mod activations;
 pub mod cli;
 pub mod config;
@@ -22,7 +23,10 @@ pub mod parity;
 pub mod plugin;
 pub mod rendezvous;
 pub mod report;
+pub mod session;
 pub mod settings;
 pub mod source;
 mod step;
+mod step_rows;
+pub mod train;
 pub mod weights;
