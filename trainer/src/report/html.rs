@@ -200,25 +200,25 @@ fn tier_name(tier: &str) -> &str {
 }
 
 fn tier_facts(tier: &TierReport) -> String {
+    let fact = |name: &str, bytes: u64| format!("{name} <b>{}</b> MiB", mib(bytes));
     let mut facts = vec![
-        ("budget", mib(tier.budget_bytes)),
-        ("peak predicted", mib(tier.predicted_peak_bytes)),
-        ("peak measured", mib(tier.measured_peak_bytes)),
+        fact("budget", tier.budget_bytes),
+        fact("peak predicted", tier.predicted_peak_bytes),
     ];
-    facts.extend(tier.reserved_bytes.map(|bytes| ("reserved", mib(bytes))));
+    if tier.measured_peak_bytes > 0 {
+        let mut measured = fact("measured", tier.measured_peak_bytes);
+        if tier.predicted_peak_bytes > 0 {
+            let ratio = tier.measured_peak_bytes as f64 / tier.predicted_peak_bytes as f64;
+            let _ = write!(measured, " ({:+.2} %)", (ratio - 1.0) * 100.0);
+        }
+        facts.push(measured);
+    }
+    facts.extend(tier.reserved_bytes.map(|bytes| fact("reserved", bytes)));
     facts.extend(
         tier.system_bytes
-            .map(|bytes| ("seen by the system", mib(bytes))),
+            .map(|bytes| fact("seen by the system", bytes)),
     );
-    let mut text: Vec<String> = facts
-        .into_iter()
-        .map(|(name, value)| format!("{name} <b>{value}</b> MiB"))
-        .collect();
-    if tier.predicted_peak_bytes > 0 {
-        let ratio = tier.measured_peak_bytes as f64 / tier.predicted_peak_bytes as f64;
-        text.push(format!("{:+.2} % against the plan", (ratio - 1.0) * 100.0));
-    }
-    format!("<p class=\"facts\">{}</p>", text.join(" · "))
+    format!("<p class=\"facts\">{}</p>", facts.join(" · "))
 }
 
 fn steps_section(html: &mut String, run: &Run) {
