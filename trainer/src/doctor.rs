@@ -43,34 +43,19 @@ pub struct Finding {
 impl Finding {
     /// Something that is there.
     pub fn found(what: &str, detail: impl Into<String>) -> Finding {
-        Finding {
-            what: what.into(),
-            state: State::Found,
-            detail: detail.into(),
-            advice: None,
-        }
+        Finding { what: what.into(), state: State::Found, detail: detail.into(), advice: None }
     }
 
     /// Something that is there in part.
     pub fn limited(what: &str, detail: impl Into<String>, advice: impl Into<String>) -> Finding {
         let advice = Some(advice.into());
-        Finding {
-            what: what.into(),
-            state: State::Limited,
-            detail: detail.into(),
-            advice,
-        }
+        Finding { what: what.into(), state: State::Limited, detail: detail.into(), advice }
     }
 
     /// Something that is not there.
     pub fn missing(what: &str, detail: impl Into<String>, advice: impl Into<String>) -> Finding {
         let advice = Some(advice.into());
-        Finding {
-            what: what.into(),
-            state: State::Missing,
-            detail: detail.into(),
-            advice,
-        }
+        Finding { what: what.into(), state: State::Missing, detail: detail.into(), advice }
     }
 }
 
@@ -95,11 +80,7 @@ pub fn survey(folder: &Path, probes: &Probes<'_>) -> Vec<Finding> {
 
 /// The survey as text, a line per finding and one below it where something is to be done.
 pub fn render(findings: &[Finding]) -> String {
-    let width = findings
-        .iter()
-        .map(|finding| finding.what.chars().count())
-        .max()
-        .unwrap_or(0);
+    let width = findings.iter().map(|finding| finding.what.chars().count()).max().unwrap_or(0);
     let mut text = String::new();
     for finding in findings {
         let state = match finding.state {
@@ -108,10 +89,7 @@ pub fn render(findings: &[Finding]) -> String {
             State::Missing => "missing",
         };
         let padding = " ".repeat(width - finding.what.chars().count());
-        text.push_str(&format!(
-            "{}{padding}  {state}  {}\n",
-            finding.what, finding.detail
-        ));
+        text.push_str(&format!("{}{padding}  {state}  {}\n", finding.what, finding.detail));
         if let Some(advice) = &finding.advice {
             text.push_str(&format!("{:width$}           → {advice}\n", ""));
         }
@@ -138,9 +116,7 @@ pub struct HostMemory {
 impl Machine {
     /// The machine this runs on.
     pub fn this() -> Machine {
-        Machine {
-            root: PathBuf::from("/"),
-        }
+        Machine { root: PathBuf::from("/") }
     }
 
     fn read(&self, path: impl AsRef<Path>) -> Option<String> {
@@ -155,25 +131,16 @@ impl Machine {
             Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
         };
         let total = field("MemTotal:")?;
-        let mut memory = HostMemory {
-            total,
-            available: field("MemAvailable:")?,
-            limit: None,
-        };
+        let mut memory = HostMemory { total, available: field("MemAvailable:")?, limit: None };
         for (folder, limit_name, used_name) in self.memory_groups() {
-            let number =
-                |name: &str| -> Option<u64> { self.read(folder.join(name))?.trim().parse().ok() };
+            let number = |name: &str| -> Option<u64> { self.read(folder.join(name))?.trim().parse().ok() };
             // Absent, "max", or v1's number above any memory: no limit.
             let Some(limit) = number(limit_name).filter(|limit| *limit < total) else {
                 continue;
             };
             let left = limit.saturating_sub(number(used_name).unwrap_or(0));
             memory.available = memory.available.min(left);
-            if memory
-                .limit
-                .as_ref()
-                .is_none_or(|(least, _)| limit < *least)
-            {
+            if memory.limit.as_ref().is_none_or(|(least, _)| limit < *least) {
                 memory.limit = Some((limit, Path::new("/").join(folder.join(limit_name))));
             }
         }
@@ -190,11 +157,9 @@ impl Machine {
             };
             let (mount, limit, used) = match controllers {
                 "" => ("sys/fs/cgroup", "memory.max", "memory.current"),
-                v1 if v1.split(',').any(|name| name == "memory") => (
-                    "sys/fs/cgroup/memory",
-                    "memory.limit_in_bytes",
-                    "memory.usage_in_bytes",
-                ),
+                v1 if v1.split(',').any(|name| name == "memory") => {
+                    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+                }
                 _ => continue,
             };
             // In a container the path may be that of the host; the mount's root then is the group.
@@ -213,20 +178,12 @@ impl Machine {
                 "give --host_memory; nothing can be checked against it",
             );
         };
-        let figures = format!(
-            "{} MiB available of {} MiB",
-            memory.available >> 20,
-            memory.total >> 20
-        );
+        let figures = format!("{} MiB available of {} MiB", memory.available >> 20, memory.total >> 20);
         match memory.limit {
             None => Finding::found("host memory", figures),
             Some((limit, file)) => Finding::limited(
                 "host memory",
-                format!(
-                    "{figures}; limited to {} MiB by {}",
-                    limit >> 20,
-                    file.display()
-                ),
+                format!("{figures}; limited to {} MiB by {}", limit >> 20, file.display()),
                 "budgets keep within that limit; raise it where the container or job is started",
             ),
         }
@@ -241,10 +198,7 @@ impl Machine {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let flags: Vec<&str> = field("flags").unwrap_or_default().split(' ').collect();
         let known = ["avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16"];
-        let has: Vec<&str> = known
-            .into_iter()
-            .filter(|name| flags.contains(name))
-            .collect();
+        let has: Vec<&str> = known.into_iter().filter(|name| flags.contains(name)).collect();
         let model = field("model name").unwrap_or("unknown model");
         let detail = format!("{cores} usable cores, {model}, {}", has.join(" "));
         if flags.contains(&"avx2") && flags.contains(&"fma") {
@@ -302,18 +256,14 @@ fn opens_direct(folder: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt;
     let file = tempfile::NamedTempFile::new_in(folder)?;
     let flags = rustix::fs::OFlags::DIRECT.bits() as i32;
-    std::fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .custom_flags(flags)
-        .open(file.path())?;
+    std::fs::OpenOptions::new().read(true).write(true).custom_flags(flags).open(file.path())?;
     Ok(())
 }
 
 fn ssh(path: Option<&std::ffi::OsStr>) -> Finding {
-    let program = path.map(std::env::split_paths).and_then(|mut folders| {
-        folders.find_map(|folder| Some(folder.join("ssh")).filter(|file| file.is_file()))
-    });
+    let program = path
+        .map(std::env::split_paths)
+        .and_then(|mut folders| folders.find_map(|folder| Some(folder.join("ssh")).filter(|file| file.is_file())));
     match program {
         Some(program) => Finding::found("ssh", program.display().to_string()),
         None => Finding::missing(
@@ -350,26 +300,14 @@ pub struct Rates {
 impl Rates {
     /// Rates measured now on `machine`.
     pub fn now(machine: &str, rates: BTreeMap<String, MeasuredRate>) -> Rates {
-        let since = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
-        Rates {
-            version: RATES_VERSION,
-            machine: machine.into(),
-            measured_at: since.as_secs(),
-            rates,
-        }
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Rates { version: RATES_VERSION, machine: machine.into(), measured_at: since.as_secs(), rates }
     }
 
     /// Where they are kept: `$XDG_CACHE_HOME/castor/rates.json`, else under `~/.cache`. None without a home.
     pub fn path() -> Option<PathBuf> {
-        let absolute = |name: &str| {
-            std::env::var_os(name)
-                .map(PathBuf::from)
-                .filter(|path| path.is_absolute())
-        };
-        let cache =
-            absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+        let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
         Some(cache.join("castor").join("rates.json"))
     }
 
@@ -395,19 +333,11 @@ impl Rates {
 
     /// As text, a line per rate.
     pub fn render(&self) -> String {
-        let width = self
-            .rates
-            .keys()
-            .map(|name| name.chars().count())
-            .max()
-            .unwrap_or(0);
+        let width = self.rates.keys().map(|name| name.chars().count()).max().unwrap_or(0);
         let mut text = format!("Measured rates of {}\n", self.machine);
         for (name, rate) in &self.rates {
             let padding = " ".repeat(width - name.chars().count());
-            text.push_str(&format!(
-                "  {name}{padding}  {:>9.2} {:<8} {}\n",
-                rate.value, rate.unit, rate.how
-            ));
+            text.push_str(&format!("  {name}{padding}  {:>9.2} {:<8} {}\n", rate.value, rate.unit, rate.how));
         }
         text
     }
@@ -428,19 +358,12 @@ mod tests {
         (folder, Machine { root })
     }
 
-    const MEMINFO: (&str, &str) = (
-        "proc/meminfo",
-        "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n",
-    );
+    const MEMINFO: (&str, &str) = ("proc/meminfo", "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n");
 
     #[test]
     fn memory_without_a_limit() {
         let (_folder, machine) = machine(&[MEMINFO, ("proc/self/cgroup", "0::/\n")]);
-        let expected = HostMemory {
-            total: 1_024_000,
-            available: 819_200,
-            limit: None,
-        };
+        let expected = HostMemory { total: 1_024_000, available: 819_200, limit: None };
         assert_eq!(machine.host_memory(), Some(expected));
     }
 
@@ -455,10 +378,7 @@ mod tests {
         ]);
         let memory = machine.host_memory().unwrap();
         assert_eq!(memory.available, 300_000);
-        assert_eq!(
-            memory.limit,
-            Some((500_000, PathBuf::from("/sys/fs/cgroup/job/memory.max")))
-        );
+        assert_eq!(memory.limit, Some((500_000, PathBuf::from("/sys/fs/cgroup/job/memory.max"))));
         assert_eq!(machine.memory().state, State::Limited);
     }
 
@@ -466,10 +386,7 @@ mod tests {
     fn a_containers_v1_limit_is_found_at_the_mount() {
         let (_folder, machine) = machine(&[
             MEMINFO,
-            (
-                "proc/self/cgroup",
-                "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n",
-            ),
+            ("proc/self/cgroup", "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "600000\n"),
             ("sys/fs/cgroup/memory/memory.usage_in_bytes", "100000\n"),
         ]);
@@ -482,28 +399,14 @@ mod tests {
     fn every_line_says_what_and_missing_ones_what_to_do() {
         let folder = tempfile::tempdir().unwrap();
         let probes = Probes {
-            cuda: &|| {
-                vec![Finding::missing(
-                    "CUDA",
-                    "no driver",
-                    "the cpu backend works",
-                )]
-            },
+            cuda: &|| vec![Finding::missing("CUDA", "no driver", "the cpu backend works")],
             block_io: &|_| vec![],
         };
         let findings = survey(folder.path(), &probes);
         let missing = |finding: &&Finding| finding.state != State::Found;
-        assert!(
-            findings
-                .iter()
-                .filter(missing)
-                .all(|finding| finding.advice.is_some())
-        );
+        assert!(findings.iter().filter(missing).all(|finding| finding.advice.is_some()));
         let text = render(&findings);
-        assert!(
-            text.contains("CUDA") && text.contains("→ the cpu backend works"),
-            "{text}"
-        );
+        assert!(text.contains("CUDA") && text.contains("→ the cpu backend works"), "{text}");
         let nowhere = disk(Path::new("/no/such/folder"));
         assert_eq!(nowhere[0].state, State::Missing);
         assert_eq!(ssh(None).state, State::Missing);
@@ -513,11 +416,7 @@ mod tests {
     fn rates_of_another_machine_are_not_used() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("castor/rates.json");
-        let rate = MeasuredRate {
-            unit: "GB/s".into(),
-            value: 12.5,
-            how: "64 MiB, one way".into(),
-        };
+        let rate = MeasuredRate { unit: "GB/s".into(), value: 12.5, how: "64 MiB, one way".into() };
         let rates = Rates::now("this", BTreeMap::from([("host to device".into(), rate)]));
         rates.write(&path).unwrap();
         assert_eq!(Rates::read(&path, "this"), Some(rates.clone()));

@@ -70,10 +70,7 @@ impl World {
             world: 1,
             local_rank: 0,
             local_world: 1,
-            master: Master {
-                host: "127.0.0.1".into(),
-                port: 0,
-            },
+            master: Master { host: "127.0.0.1".into(), port: 0 },
             restart_count: 0,
             timeout: DEFAULT_TIMEOUT,
         }
@@ -101,9 +98,7 @@ impl World {
         if is_name && self.local_world < self.world {
             found.retain(|address| !address.ip().is_loopback());
             if found.is_empty() {
-                return Err(refused(
-                    "means only this machine itself, but there are ranks on other hosts",
-                ));
+                return Err(refused("means only this machine itself, but there are ranks on other hosts"));
             }
         }
         found
@@ -135,10 +130,7 @@ impl World {
         } else if is_slurm_task(&vars) {
             from_slurm(&vars)
         } else {
-            Ok(World {
-                timeout: vars.timeout()?,
-                ..World::alone()
-            })
+            Ok(World { timeout: vars.timeout()?, ..World::alone() })
         }
     }
 }
@@ -157,10 +149,7 @@ fn from_torchrun(vars: &Variables) -> Result<World> {
     let master = if world == 1 {
         World::alone().master
     } else {
-        Master {
-            host: vars.text("MASTER_ADDR", "RANK")?,
-            port: vars.port("RANK")?,
-        }
+        Master { host: vars.text("MASTER_ADDR", "RANK")?, port: vars.port("RANK")? }
     };
     let restart_count = match vars.optional("RESTART_COUNT")? {
         Some(count) => count,
@@ -182,12 +171,8 @@ fn from_torchrun(vars: &Variables) -> Result<World> {
 }
 
 fn from_open_mpi(vars: &Variables) -> Result<World> {
-    let names = [
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ];
+    let names =
+        ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"];
     let rank = vars.number(names[0], names[1])?;
     let world = vars.count(names[1], names[0])?;
     let local_rank = vars.number(names[2], names[0])?;
@@ -216,22 +201,14 @@ fn from_open_mpi(vars: &Variables) -> Result<World> {
 }
 
 fn is_slurm_task(vars: &Variables) -> bool {
-    let number = |name| {
-        vars.get(name)
-            .and_then(|text: String| text.parse::<u64>().ok())
-    };
+    let number = |name| vars.get(name).and_then(|text: String| text.parse::<u64>().ok());
     vars.has("SLURM_PROCID")
         && number("SLURM_STEP_ID").is_some_and(|step| step < SLURM_FIRST_RESERVED_STEP)
         && number("SLURM_STEP_NUM_TASKS").is_some_and(|tasks| tasks > 1)
 }
 
 fn from_slurm(vars: &Variables) -> Result<World> {
-    let names = [
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-    ];
+    let names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"];
     let rank = vars.number(names[0], names[1])?;
     let world = vars.count(names[1], names[0])?;
     let local_rank = vars.number(names[2], names[0])?;
@@ -248,9 +225,7 @@ fn from_slurm(vars: &Variables) -> Result<World> {
         None => {
             let list = vars.text("SLURM_STEP_NODELIST", names[0])?;
             slurm_first_host(&list).ok_or_else(|| {
-                Error::Usage(format!(
-                    "SLURM_STEP_NODELIST {list:?} names no host; set MASTER_ADDR to rank 0's host"
-                ))
+                Error::Usage(format!("SLURM_STEP_NODELIST {list:?} names no host; set MASTER_ADDR to rank 0's host"))
             })?
         }
     };
@@ -279,37 +254,17 @@ fn from_slurm(vars: &Variables) -> Result<World> {
 /// Refuses numbers that contradict each other. `names`: variables of rank, world, local rank, local world.
 fn checked(world: World, names: [&str; 4]) -> Result<World> {
     let contradiction = |low: &str, value: u32, high: &str, limit: u32, relation: &str| {
-        Err(Error::Usage(format!(
-            "{low}={value} contradicts {high}={limit}: the first must be {relation} the second"
-        )))
+        Err(Error::Usage(format!("{low}={value} contradicts {high}={limit}: the first must be {relation} the second")))
     };
     let [rank, size, local_rank, local_size] = names;
     if world.rank >= world.world {
         contradiction(rank, world.rank, size, world.world, "below")
     } else if world.local_rank >= world.local_world {
-        contradiction(
-            local_rank,
-            world.local_rank,
-            local_size,
-            world.local_world,
-            "below",
-        )
+        contradiction(local_rank, world.local_rank, local_size, world.local_world, "below")
     } else if world.local_world > world.world {
-        contradiction(
-            local_size,
-            world.local_world,
-            size,
-            world.world,
-            "at most equal to",
-        )
+        contradiction(local_size, world.local_world, size, world.world, "at most equal to")
     } else if world.local_rank > world.rank {
-        contradiction(
-            local_rank,
-            world.local_rank,
-            rank,
-            world.rank,
-            "at most equal to",
-        )
+        contradiction(local_rank, world.local_rank, rank, world.rank, "at most equal to")
     } else {
         Ok(world)
     }
@@ -361,9 +316,7 @@ struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
 impl Variables<'_> {
     /// A variable that is set to nothing counts as not set.
     fn get(&self, name: &str) -> Option<String> {
-        (self.0)(name)
-            .map(|text| text.trim().to_owned())
-            .filter(|text| !text.is_empty())
+        (self.0)(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
     }
 
     fn has(&self, name: &str) -> bool {
@@ -382,9 +335,7 @@ impl Variables<'_> {
     fn optional(&self, name: &str) -> Result<Option<u32>> {
         self.get(name)
             .map(|text| {
-                text.parse().map_err(|_| {
-                    Error::Usage(format!("{name}={text} is not a whole number from 0 up"))
-                })
+                text.parse().map_err(|_| Error::Usage(format!("{name}={text} is not a whole number from 0 up")))
             })
             .transpose()
     }
@@ -405,17 +356,13 @@ impl Variables<'_> {
         let text = self.text("MASTER_PORT", because)?;
         match text.parse() {
             Ok(port) if port != 0 => Ok(port),
-            _ => Err(Error::Usage(format!(
-                "MASTER_PORT={text} is not a port: 1 to 65535, the same on every rank"
-            ))),
+            _ => Err(Error::Usage(format!("MASTER_PORT={text} is not a port: 1 to 65535, the same on every rank"))),
         }
     }
 
     fn timeout(&self) -> Result<Duration> {
         match self.optional("CASTOR_TIMEOUT")? {
-            Some(0) => Err(Error::Usage(
-                "CASTOR_TIMEOUT=0: at least one second is needed".into(),
-            )),
+            Some(0) => Err(Error::Usage("CASTOR_TIMEOUT=0: at least one second is needed".into())),
             Some(seconds) => Ok(Duration::from_secs(seconds.into())),
             None => Ok(DEFAULT_TIMEOUT),
         }
@@ -427,15 +374,8 @@ mod tests {
     use super::*;
 
     fn world(text: &str) -> Result<World> {
-        let vars: Vec<(&str, &str)> = text
-            .split_whitespace()
-            .filter_map(|pair| pair.split_once('='))
-            .collect();
-        World::from_variables(&|name| {
-            vars.iter()
-                .find(|(key, _)| *key == name)
-                .map(|(_, value)| (*value).to_owned())
-        })
+        let vars: Vec<(&str, &str)> = text.split_whitespace().filter_map(|pair| pair.split_once('=')).collect();
+        World::from_variables(&|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned()))
     }
 
     fn refusal(text: &str) -> String {
@@ -444,8 +384,7 @@ mod tests {
         error.to_string()
     }
 
-    const TORCHRUN: &str =
-        "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=29555";
+    const TORCHRUN: &str = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=29555";
 
     #[test]
     fn nothing_set_is_one_rank() {
@@ -467,17 +406,9 @@ mod tests {
 
     #[test]
     fn each_missing_variable_is_named() {
-        for name in [
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        ] {
-            let without: Vec<&str> = TORCHRUN
-                .split(' ')
-                .filter(|pair| !pair.starts_with(&format!("{name}=")))
-                .collect();
+        for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"] {
+            let without: Vec<&str> =
+                TORCHRUN.split(' ').filter(|pair| !pair.starts_with(&format!("{name}="))).collect();
             let message = refusal(&without.join(" "));
             assert!(message.starts_with(name), "{message}");
         }
@@ -487,16 +418,8 @@ mod tests {
     fn contradictions_and_nonsense_name_value_and_variable() {
         for (from, to, both) in [
             ("RANK=5", "RANK=8", ["RANK=8", "WORLD_SIZE=8"]),
-            (
-                "LOCAL_RANK=1",
-                "LOCAL_RANK=4",
-                ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"],
-            ),
-            (
-                "LOCAL_WORLD_SIZE=4",
-                "LOCAL_WORLD_SIZE=9",
-                ["LOCAL_WORLD_SIZE=9", "WORLD_SIZE=8"],
-            ),
+            ("LOCAL_RANK=1", "LOCAL_RANK=4", ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
+            ("LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=9", ["LOCAL_WORLD_SIZE=9", "WORLD_SIZE=8"]),
             ("WORLD_SIZE=8", "WORLD_SIZE=0", ["WORLD_SIZE=0", ""]),
             ("RANK=5", "RANK=five", ["RANK=five", ""]),
             ("RANK=5", "RANK=-1", ["RANK=-1", ""]),
@@ -514,15 +437,8 @@ mod tests {
         assert_eq!((found.rank, found.world, found.local_rank), (1, 2, 1));
         assert_eq!(found.master.host, "127.0.0.1");
         let other = world(&vars.replace("RANK=1", "RANK=0")).unwrap();
-        assert_eq!(
-            found.master, other.master,
-            "ranks of a job agree on the port"
-        );
-        let message = refusal(
-            &vars
-                .replace("LOCAL_SIZE=2", "LOCAL_SIZE=1")
-                .replace("LOCAL_RANK=1", "LOCAL_RANK=0"),
-        );
+        assert_eq!(found.master, other.master, "ranks of a job agree on the port");
+        let message = refusal(&vars.replace("LOCAL_SIZE=2", "LOCAL_SIZE=1").replace("LOCAL_RANK=1", "LOCAL_RANK=0"));
         assert!(message.starts_with("MASTER_ADDR"), "{message}");
     }
 
@@ -555,12 +471,9 @@ mod tests {
 
     #[test]
     fn host_lists_of_slurm() {
-        for (list, first) in [
-            ("n1", "n1"),
-            ("n1,n2", "n1"),
-            ("gpu[03-05,9]-ib,login1", "gpu03-ib"),
-            ("r[1-2]c[7,9]", "r1c7"),
-        ] {
+        for (list, first) in
+            [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,9]-ib,login1", "gpu03-ib"), ("r[1-2]c[7,9]", "r1c7")]
+        {
             assert_eq!(slurm_first_host(list).as_deref(), Some(first));
         }
         assert_eq!(slurm_first_host("n[1"), None);
@@ -569,27 +482,15 @@ mod tests {
     #[test]
     fn the_meeting_place_is_one_that_all_ranks_can_reach() {
         let meeting = |host: &str, local_world: u32| {
-            let master = Master {
-                host: host.into(),
-                port: 9,
-            };
-            World {
-                world: 2,
-                local_world,
-                master,
-                ..World::alone()
-            }
-            .meeting_address()
+            let master = Master { host: host.into(), port: 9 };
+            World { world: 2, local_world, master, ..World::alone() }.meeting_address()
         };
         assert_eq!(meeting("::1", 2).unwrap().to_string(), "[::1]:9");
         assert_eq!(meeting("127.0.0.1", 1).unwrap().to_string(), "127.0.0.1:9");
         assert!(meeting("localhost", 2).unwrap().ip().is_loopback());
         let message = meeting("localhost", 1).unwrap_err().to_string();
         assert!(message.contains("only this machine itself"), "{message}");
-        let master = Master {
-            host: "::1".into(),
-            port: 9,
-        };
+        let master = Master { host: "::1".into(), port: 9 };
         assert_eq!(master.to_string(), "[::1]:9");
     }
 }

@@ -46,11 +46,7 @@ fn rank_role() -> ! {
     launcher::follow_launcher().expect("launcher is alive");
     let rank = std::env::var("RANK").expect("RANK");
     let scene = std::env::var("SCENE").expect("SCENE");
-    std::fs::write(
-        format!("{scene}/pid.{rank}"),
-        std::process::id().to_string(),
-    )
-    .expect("pid");
+    std::fs::write(format!("{scene}/pid.{rank}"), std::process::id().to_string()).expect("pid");
     loop {
         std::thread::park();
     }
@@ -68,10 +64,7 @@ impl Scene {
         let folder = tempfile::tempdir().unwrap();
         let here = folder.path().display().to_string();
         let this = std::env::current_exe().unwrap().display().to_string();
-        let scene = Scene {
-            castor: folder.path().join("castor"),
-            folder,
-        };
+        let scene = Scene { castor: folder.path().join("castor"), folder };
         let role = format!("'{this}' role_process --exact --nocapture --");
         scene.script(
             "rank",
@@ -109,14 +102,8 @@ impl Scene {
 
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.castor);
-        command
-            .arg("run")
-            .args(arguments)
-            .current_dir(self.folder.path());
-        command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+        command.arg("run").args(arguments).current_dir(self.folder.path());
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         for name in ["MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"] {
             command.env_remove(name);
         }
@@ -139,14 +126,7 @@ impl Scene {
 
     /// Arguments for two other hosts.
     fn two_hosts<'a>(&'a self, more: &[&'a str]) -> Vec<&'a str> {
-        let mut arguments = vec![
-            "--host",
-            "alpha,beta",
-            "--master_addr",
-            "127.0.0.1",
-            "--nproc_per_node",
-            "2",
-        ];
+        let mut arguments = vec!["--host", "alpha,beta", "--master_addr", "127.0.0.1", "--nproc_per_node", "2"];
         arguments.extend(["--remote_castor", self.castor.to_str().unwrap()]);
         arguments.extend(more);
         arguments
@@ -158,16 +138,8 @@ impl Scene {
 
     /// Waits until each of `count` ranks has written its process's number, and returns those.
     fn pids(&self, count: usize) -> Vec<Pid> {
-        let pid = |rank| {
-            self.read(&format!("pid.{rank}"))
-                .trim()
-                .parse()
-                .ok()
-                .and_then(Pid::from_raw)
-        };
-        wait_until("all ranks have started", || {
-            (0..count).all(|rank| pid(rank).is_some())
-        });
+        let pid = |rank| self.read(&format!("pid.{rank}")).trim().parse().ok().and_then(Pid::from_raw);
+        wait_until("all ranks have started", || (0..count).all(|rank| pid(rank).is_some()));
         (0..count).filter_map(pid).collect()
     }
 }
@@ -210,21 +182,13 @@ fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
 /// Whether a process is there and not only waiting to be reaped.
 fn is_alive(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat
-        .rsplit(')')
-        .next()
-        .unwrap_or_default()
-        .trim()
-        .chars()
-        .next();
+    let state = stat.rsplit(')').next().unwrap_or_default().trim().chars().next();
     state.is_some_and(|state| state != 'Z')
 }
 
 #[track_caller]
 fn gone(pids: &[Pid]) {
-    wait_until("every rank is gone", || {
-        !pids.iter().any(|pid| is_alive(*pid))
-    });
+    wait_until("every rank is gone", || !pids.iter().any(|pid| is_alive(*pid)));
 }
 
 fn send(child: &Child, signal: Signal) {
@@ -241,13 +205,7 @@ fn the_first_failure_is_named_and_its_code_is_the_launchers() {
             1 - rank
         ));
         let ended = scene.run(&["--nproc_per_node", "2", "train"]);
-        ended.expect(
-            7,
-            &[
-                &format!("rank {rank} on localhost failed with exit code 7"),
-                "the cause",
-            ],
-        );
+        ended.expect(7, &[&format!("rank {rank} on localhost failed with exit code 7"), "the cause"]);
         let other = scene.read(&format!("pid.{}", 1 - rank));
         gone(&[Pid::from_raw(other.trim().parse().unwrap()).unwrap()]);
     }
@@ -256,13 +214,9 @@ fn the_first_failure_is_named_and_its_code_is_the_launchers() {
 #[test]
 fn a_killed_rank_ends_the_run_with_137() {
     let scene = Scene::new(&format!("if [ $RANK = 1 ]; then kill -9 $$; fi\n{SLEEPER}"));
-    scene.run(&["--nproc_per_node", "3", "train"]).expect(
-        137,
-        &[
-            "rank 1 on localhost was killed by signal 9 (KILL)",
-            "host memory",
-        ],
-    );
+    scene
+        .run(&["--nproc_per_node", "3", "train"])
+        .expect(137, &["rank 1 on localhost was killed by signal 9 (KILL)", "host memory"]);
 }
 
 #[test]
@@ -294,18 +248,11 @@ fn arguments_reach_every_rank_as_given() {
     let mut arguments = vec!["--nproc-per-node=2"];
     arguments.extend(given);
     scene.run(&arguments).expect(0, &[]);
-    assert_eq!(
-        [scene.read("words.0"), scene.read("words.1")],
-        [expected.clone(), expected.clone()]
-    );
+    assert_eq!([scene.read("words.0"), scene.read("words.1")], [expected.clone(), expected.clone()]);
     let scene = Scene::new(body);
     scene.run(&scene.two_hosts(&given)).expect(0, &[]);
     for rank in 0..4 {
-        assert_eq!(
-            scene.read(&format!("words.{rank}")),
-            expected,
-            "rank {rank}"
-        );
+        assert_eq!(scene.read(&format!("words.{rank}")), expected, "rank {rank}");
     }
 }
 
@@ -314,18 +261,14 @@ fn a_taken_port_is_said_before_anything_starts() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let scene = Scene::new("touch \"$SCENE/started\"");
-    scene
-        .run(&["--master_port", &port, "train"])
-        .expect(1, &[&port, "in use", "0 for any free one"]);
+    scene.run(&["--master_port", &port, "train"]).expect(1, &[&port, "in use", "0 for any free one"]);
     assert!(!scene.path("started").exists());
 }
 
 #[test]
 fn a_wrong_flag_ends_with_2_and_the_nearest_one() {
     let scene = Scene::new("touch \"$SCENE/started\"");
-    scene
-        .run(&["--nproc_per_nod", "2", "train"])
-        .expect(2, &["--nproc_per_nod", "did you mean --nproc_per_node"]);
+    scene.run(&["--nproc_per_nod", "2", "train"]).expect(2, &["--nproc_per_nod", "did you mean --nproc_per_node"]);
     assert!(!scene.path("started").exists());
 }
 
@@ -333,9 +276,7 @@ fn a_wrong_flag_ends_with_2_and_the_nearest_one() {
 fn a_missing_program_is_named() {
     let scene = Scene::new("");
     std::fs::remove_file(scene.path("rank")).unwrap();
-    scene
-        .run(&["--nproc_per_node", "2", "train"])
-        .expect(1, &["rank 0 on localhost", "rank cannot be started"]);
+    scene.run(&["--nproc_per_node", "2", "train"]).expect(1, &["rank 0 on localhost", "rank cannot be started"]);
 }
 
 #[test]
@@ -345,42 +286,18 @@ fn ranks_on_several_hosts_form_one_world() {
          echo $MASTER_PORT >> \"$SCENE/ports\"; echo \"hello from $RANK\"",
     );
     let arguments = scene.two_hosts(&["--env", "NAMED=it's $x", "train"]);
-    let output = scene
-        .command(&arguments)
-        .env("UNNAMED", "stays")
-        .output()
-        .unwrap();
+    let output = scene.command(&arguments).env("UNNAMED", "stays").output().unwrap();
     let ended = Ended::from(output);
     ended.expect(0, &[]);
-    for (rank, host) in [
-        (0, "alpha 4 0 2 0"),
-        (1, "alpha 4 1 2 0"),
-        (2, "beta 4 0 2 1"),
-        (3, "beta 4 1 2 1"),
-    ] {
-        assert_eq!(
-            scene.read(&format!("env.{rank}")).trim(),
-            format!("{host} 127.0.0.1 0 [it's $x] []")
-        );
+    for (rank, host) in [(0, "alpha 4 0 2 0"), (1, "alpha 4 1 2 0"), (2, "beta 4 0 2 1"), (3, "beta 4 1 2 1")] {
+        assert_eq!(scene.read(&format!("env.{rank}")).trim(), format!("{host} 127.0.0.1 0 [it's $x] []"));
     }
     let ports = scene.read("ports");
     let first = ports.lines().next().unwrap();
     assert!(first.parse::<u16>().is_ok_and(|port| port > 0));
-    assert!(
-        ports.lines().count() == 4 && ports.lines().all(|port| port == first),
-        "{ports}"
-    );
-    for line in [
-        "hello from 0",
-        "[rank 1] hello from 1",
-        "[rank 2] hello from 2",
-        "[rank 3] hello from 3",
-    ] {
-        assert!(
-            ended.out.lines().any(|shown| shown == line),
-            "{line}:\n{}",
-            ended.out
-        );
+    assert!(ports.lines().count() == 4 && ports.lines().all(|port| port == first), "{ports}");
+    for line in ["hello from 0", "[rank 1] hello from 1", "[rank 2] hello from 2", "[rank 3] hello from 3"] {
+        assert!(ended.out.lines().any(|shown| shown == line), "{line}:\n{}", ended.out);
     }
 }
 
@@ -390,15 +307,7 @@ fn a_failure_on_another_host_ends_all_hosts() {
         "if [ $RANK = 2 ]; then while [ ! -s \"$SCENE/pid.0\" ] || [ ! -s \"$SCENE/pid.1\" ]; do sleep 0.01; done; echo 'the cause' >&2; exit 5; fi\n{SLEEPER}"
     ));
     let ended = scene.run(&scene.two_hosts(&["train"]));
-    ended.expect(
-        5,
-        &[
-            "rank 2 on host",
-            "failed with exit code 5",
-            "the cause",
-            "host beta",
-        ],
-    );
+    ended.expect(5, &["rank 2 on host", "failed with exit code 5", "the cause", "host beta"]);
     gone(&scene.pids(2));
 }
 
@@ -406,33 +315,15 @@ fn a_failure_on_another_host_ends_all_hosts() {
 fn hosts_that_cannot_take_part_are_all_named_and_nothing_starts() {
     let scene = Scene::new("touch \"$SCENE/started\"");
     let castor = scene.castor.to_str().unwrap();
-    let hosts = [
-        "--host",
-        "down1,alpha,down2",
-        "--master_addr",
-        "127.0.0.1",
-        "--remote_castor",
-    ];
+    let hosts = ["--host", "down1,alpha,down2", "--master_addr", "127.0.0.1", "--remote_castor"];
     let run = |castor: &str| {
         let mut arguments = hosts.to_vec();
         arguments.extend([castor, "train"]);
         scene.run(&arguments)
     };
-    run(castor).expect(
-        1,
-        &[
-            "host down1: ssh cannot reach it",
-            "Could not resolve hostname down2",
-            "nothing was started",
-        ],
-    );
-    run("/no/such/castor").expect(
-        1,
-        &[
-            "host alpha: /no/such/castor does not run there",
-            "--remote_castor",
-        ],
-    );
+    run(castor)
+        .expect(1, &["host down1: ssh cannot reach it", "Could not resolve hostname down2", "nothing was started"]);
+    run("/no/such/castor").expect(1, &["host alpha: /no/such/castor does not run there", "--remote_castor"]);
     assert!(!scene.path("started").exists());
 }
 
@@ -448,11 +339,7 @@ fn this_machine_by_any_of_its_names_needs_no_ssh() {
 #[test]
 fn host_file_slots_and_chosen_devices() {
     let scene = Scene::new("echo \"$WORLD_SIZE $CUDA_VISIBLE_DEVICES\" > \"$SCENE/env.$RANK\"");
-    std::fs::write(
-        scene.path("hosts"),
-        "# mine\nlocalhost slots=4\nalpha slots=2 # other\n",
-    )
-    .unwrap();
+    std::fs::write(scene.path("hosts"), "# mine\nlocalhost slots=4\nalpha slots=2 # other\n").unwrap();
     let castor = scene.castor.to_str().unwrap();
     let arguments = [
         "--hostfile",
@@ -470,9 +357,7 @@ fn host_file_slots_and_chosen_devices() {
         assert_eq!(scene.read(&format!("env.{rank}")).trim(), seen);
     }
     let scene = Scene::new("echo $WORLD_SIZE > \"$SCENE/env.$RANK\"");
-    scene
-        .run(&["--nproc_per_node", "gpu", "train"])
-        .expect(0, &[]);
+    scene.run(&["--nproc_per_node", "gpu", "train"]).expect(0, &[]);
     assert_eq!(scene.read("env.1").trim(), "2");
 }
 
@@ -487,12 +372,9 @@ fn signals_reach_the_ranks_so_that_they_can_save() {
         let launcher = scene.start(&["--nproc_per_node", "2", "train"]);
         let pids = scene.pids(2);
         send(&launcher, Signal::USR1);
-        wait_until("both ranks are warned", || {
-            (0..2).all(|rank| scene.path(&format!("warned.{rank}")).exists())
-        });
+        wait_until("both ranks are warned", || (0..2).all(|rank| scene.path(&format!("warned.{rank}")).exists()));
         send(&launcher, signal);
-        Ended::from(launcher.wait_with_output().unwrap())
-            .expect(128 + number, &["interrupted by signal"]);
+        Ended::from(launcher.wait_with_output().unwrap()).expect(128 + number, &["interrupted by signal"]);
         assert!((0..2).all(|rank| scene.path(&format!("saved.{rank}")).exists()));
         gone(&pids);
     }
@@ -519,9 +401,7 @@ fn a_second_interrupt_kills() {
     let launcher = scene.start(&["--nproc_per_node", "2", "train"]);
     let pids = scene.pids(2);
     send(&launcher, Signal::INT);
-    wait_until("both ranks were asked", || {
-        (0..2).all(|rank| scene.path(&format!("asked.{rank}")).exists())
-    });
+    wait_until("both ranks were asked", || (0..2).all(|rank| scene.path(&format!("asked.{rank}")).exists()));
     send(&launcher, Signal::INT);
     Ended::from(launcher.wait_with_output().unwrap()).expect(130, &["killing the ranks"]);
     gone(&pids);
@@ -565,9 +445,7 @@ fn a_group_is_restarted_as_often_as_allowed() {
         .expect(0, &["restart 1 of 2", "restart 2 of 2"]);
     assert_eq!(scene.read("starts.1"), "0\n1\n2\n");
     let scene = Scene::new(body);
-    scene
-        .run(&["--nproc_per_node", "2", "--max_restarts", "1", "train"])
-        .expect(9, &["restart 1 of 1"]);
+    scene.run(&["--nproc_per_node", "2", "--max_restarts", "1", "train"]).expect(9, &["restart 1 of 1"]);
     let scene = Scene::new("echo $RESTART_COUNT >> \"$SCENE/starts.$RANK\"; exit 2");
     scene.run(&["--max_restarts", "3", "train"]).expect(2, &[]);
     assert_eq!(scene.read("starts.0"), "0\n");
@@ -579,34 +457,18 @@ fn output_is_prefixed_logged_or_both() {
     let has = |text: &str, line: &str| text.lines().any(|shown| shown == line);
     let scene = Scene::new(body);
     let plain = scene.run(&["--nproc_per_node", "2", "train"]);
-    assert!(
-        has(&plain.out, "out 0")
-            && has(&plain.out, "[rank 1] out 1")
-            && has(&plain.out, "[rank 1] no newline")
-    );
+    assert!(has(&plain.out, "out 0") && has(&plain.out, "[rank 1] out 1") && has(&plain.out, "[rank 1] no newline"));
     assert!(has(&plain.err, "err 0") && has(&plain.err, "[rank 1] err 1"));
     let scene = Scene::new(body);
     let logged = scene.run(&["--nproc_per_node", "2", "--log_dir", "logs", "train"]);
     assert!(has(&logged.out, "out 0") && !logged.out.contains("out 1"));
-    for (name, content) in [
-        ("rank_1.out", "out 1\nno newline"),
-        ("rank_1.err", "err 1\n"),
-    ] {
+    for (name, content) in [("rank_1.out", "out 1\nno newline"), ("rank_1.err", "err 1\n")] {
         assert_eq!(scene.read(&format!("logs/{name}")), content);
     }
-    let teed = scene.run(&[
-        "--nproc_per_node",
-        "2",
-        "--log_dir",
-        "logs",
-        "--tee",
-        "train",
-    ]);
+    let teed = scene.run(&["--nproc_per_node", "2", "--log_dir", "logs", "--tee", "train"]);
     assert!(has(&teed.out, "[rank 1] out 1") && Path::new(&scene.path("logs/rank_1.out")).exists());
     let scene = Scene::new("exit 4");
-    scene
-        .run(&["--log_dir", "logs", "train"])
-        .expect(4, &["logs/rank_0.{out,err}"]);
+    scene.run(&["--log_dir", "logs", "train"]).expect(4, &["logs/rank_0.{out,err}"]);
 }
 
 /// A real `sshd` on a free port of this machine, ended with the value.
@@ -627,10 +489,8 @@ impl Sshd {
     fn start(scene: &Scene) -> Option<Sshd> {
         let here = scene.folder.path().display();
         for key in ["host_key", "user_key"] {
-            let made = Command::new("ssh-keygen")
-                .args(["-q", "-t", "ed25519", "-N", "", "-f"])
-                .arg(scene.path(key))
-                .status();
+            let made =
+                Command::new("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(scene.path(key)).status();
             made.ok().filter(|status| status.success())?;
         }
         std::fs::rename(scene.path("user_key.pub"), scene.path("authorized_keys")).ok()?;
@@ -661,10 +521,7 @@ impl Sshd {
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        Some(Sshd {
-            child,
-            port: port.to_string(),
-        })
+        Some(Sshd { child, port: port.to_string() })
     }
 }
 
@@ -680,30 +537,13 @@ fn a_real_sshd_carries_arguments_failures_signals_and_the_end() {
     };
     let odd = "it's a \"$word\" `id` \\";
     let arguments = |word| {
-        let mut all = vec![
-            "--host",
-            "node-a,node-b",
-            "--ssh_port",
-            &sshd.port,
-            "--master_addr",
-            "127.0.0.1",
-        ];
-        all.extend([
-            "--remote_castor",
-            scene.castor.to_str().unwrap(),
-            "train",
-            word,
-            odd,
-        ]);
+        let mut all = vec!["--host", "node-a,node-b", "--ssh_port", &sshd.port, "--master_addr", "127.0.0.1"];
+        all.extend(["--remote_castor", scene.castor.to_str().unwrap(), "train", word, odd]);
         all
     };
-    scene.run(&arguments("fail")).expect(
-        6,
-        &["rank 1 on host", "host node-b failed with exit code 6"],
-    );
+    scene.run(&arguments("fail")).expect(6, &["rank 1 on host", "host node-b failed with exit code 6"]);
     assert_eq!(scene.read("word.1"), odd);
-    let forget =
-        || (0..2).for_each(|rank| drop(std::fs::remove_file(scene.path(&format!("pid.{rank}")))));
+    let forget = || (0..2).for_each(|rank| drop(std::fs::remove_file(scene.path(&format!("pid.{rank}")))));
     forget();
     let launcher = scene.start(&arguments("wait"));
     let pids = scene.pids(2);

@@ -81,26 +81,14 @@ impl Running {
     fn start(mut member: Member) -> Result<Running> {
         let command = &mut member.command;
         command.process_group(0);
-        command.stdin(if member.remote {
-            Stdio::piped()
-        } else {
-            Stdio::null()
-        });
+        command.stdin(if member.remote { Stdio::piped() } else { Stdio::null() });
         let piped = member.show != Show::Inherit || member.files.is_some();
         let stream = || {
-            if piped {
-                Stdio::piped()
-            } else {
-                Stdio::inherit()
-            }
+            if piped { Stdio::piped() } else { Stdio::inherit() }
         };
         command.stdout(stream()).stderr(stream());
         let mut child = command.spawn().map_err(|error| {
-            Error::Failed(format!(
-                "{}: {} cannot be started: {error}",
-                member.label,
-                command.get_program().display()
-            ))
+            Error::Failed(format!("{}: {} cannot be started: {error}", member.label, command.get_program().display()))
         })?;
         // A launcher behind ssh reports its own ranks' last lines; here they have just been passed through.
         let tail = (piped && !member.remote).then(Arc::<Tail>::default);
@@ -116,25 +104,11 @@ impl Running {
         let mut carriers = Vec::new();
         if let Some(stream) = child.stdout.take() {
             let (console, file) = (console(Console::Stdout), out_file.take());
-            carriers.push(carry(
-                stream,
-                Route {
-                    console,
-                    file,
-                    tail: None,
-                },
-            ));
+            carriers.push(carry(stream, Route { console, file, tail: None }));
         }
         if let Some(stream) = child.stderr.take() {
             let (console, file) = (console(Console::Stderr), err_file.take());
-            carriers.push(carry(
-                stream,
-                Route {
-                    console,
-                    file,
-                    tail: tail.clone(),
-                },
-            ));
+            carriers.push(carry(stream, Route { console, file, tail: tail.clone() }));
         }
         Ok(Running {
             label: member.label,
@@ -154,10 +128,7 @@ impl Running {
             return false;
         }
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        if !matches!(
-            rustix::process::waitid(WaitId::Pid(self.pid), look),
-            Ok(Some(_))
-        ) {
+        if !matches!(rustix::process::waitid(WaitId::Pid(self.pid), look), Ok(Some(_))) {
             return false;
         }
         let _ = rustix::process::kill_process_group(self.pid, Signal::KILL);
@@ -250,24 +221,13 @@ struct Stopping {
 ///
 /// # Errors
 /// If a member cannot be started; those already started are stopped.
-pub(super) fn run(
-    members: Vec<Member>,
-    events: &Events,
-    grace: Duration,
-    patience: Duration,
-) -> Result<Outcome> {
+pub(super) fn run(members: Vec<Member>, events: &Events, grace: Duration, patience: Duration) -> Result<Outcome> {
     let mut group: Vec<Running> = Vec::with_capacity(members.len());
     for member in members {
         match Running::start(member) {
             Ok(running) => group.push(running),
             Err(error) => {
-                watch(
-                    &mut group,
-                    events,
-                    grace,
-                    patience,
-                    Some(Outcome::Failed(1)),
-                );
+                watch(&mut group, events, grace, patience, Some(Outcome::Failed(1)));
                 return Err(error);
             }
         }
@@ -286,12 +246,7 @@ fn watch(
     let mut stopping: Option<Stopping> = None;
     let mut signal: Option<i32> = None;
     let mut overdue = false;
-    let after = |wait: Duration| {
-        Some(Stopping {
-            kill_at: Instant::now() + wait,
-            kills: 0,
-        })
-    };
+    let after = |wait: Duration| Some(Stopping { kill_at: Instant::now() + wait, kills: 0 });
     if outcome.is_some() {
         group.iter_mut().for_each(Running::stop);
         stopping = after(grace);
@@ -331,10 +286,7 @@ fn watch(
                 stopping = after(grace);
             }
         }
-        let alive = group
-            .iter()
-            .filter(|member| member.status.is_none())
-            .count();
+        let alive = group.iter().filter(|member| member.status.is_none()).count();
         if alive == 0 {
             if overdue {
                 say("some ranks did not end on TERM and were killed");
@@ -364,15 +316,9 @@ fn watch(
             Some(Event::Signal(number)) => {
                 let ends = number != Signal::USR1.as_raw();
                 if ends && (signal.is_some() || outcome.is_some()) {
-                    say(&format!(
-                        "signal {} again: killing the ranks",
-                        signal_name(number)
-                    ));
+                    say(&format!("signal {} again: killing the ranks", signal_name(number)));
                     group.iter_mut().for_each(Running::kill);
-                    stopping = Some(Stopping {
-                        kill_at: Instant::now() + REMOTE_MARGIN,
-                        kills: 1,
-                    });
+                    stopping = Some(Stopping { kill_at: Instant::now() + REMOTE_MARGIN, kills: 1 });
                 } else {
                     group.iter_mut().for_each(|member| member.pass_on(number));
                 }
@@ -390,10 +336,7 @@ fn watch(
             Some(Event::Kill) => {
                 outcome = outcome.or(Some(Outcome::Stopped));
                 group.iter_mut().for_each(Running::kill);
-                stopping = Some(Stopping {
-                    kill_at: Instant::now() + REMOTE_MARGIN,
-                    kills: 1,
-                });
+                stopping = Some(Stopping { kill_at: Instant::now() + REMOTE_MARGIN, kills: 1 });
             }
         }
     }
@@ -402,31 +345,15 @@ fn watch(
 /// Says who failed first, how, and what it said last.
 fn report(member: &Running, status: ExitStatus) {
     let how = match (status.signal(), status.code()) {
-        (Some(9), _) => {
-            "was killed by signal 9 (KILL), often by the system because host memory ran out"
-                .to_owned()
-        }
+        (Some(9), _) => "was killed by signal 9 (KILL), often by the system because host memory ran out".to_owned(),
         (Some(signal), _) => format!("was ended by signal {}", signal_name(signal)),
-        (None, Some(255)) if member.remote => {
-            "cannot be reached any more: ssh ended with 255".to_owned()
-        }
+        (None, Some(255)) if member.remote => "cannot be reached any more: ssh ended with 255".to_owned(),
         (None, Some(code)) => format!("failed with exit code {code}"),
         (None, None) => "ended for an unknown reason".to_owned(),
     };
-    let place = member
-        .log
-        .as_ref()
-        .map(|log| format!("; its output is in {log}"));
-    say(&format!(
-        "{} {how}{}",
-        member.label,
-        place.unwrap_or_default()
-    ));
-    let lines = member
-        .tail
-        .as_ref()
-        .map(|tail| tail.lines())
-        .unwrap_or_default();
+    let place = member.log.as_ref().map(|log| format!("; its output is in {log}"));
+    say(&format!("{} {how}{}", member.label, place.unwrap_or_default()));
+    let lines = member.tail.as_ref().map(|tail| tail.lines()).unwrap_or_default();
     if !lines.is_empty() {
         say("the last it wrote on standard error:");
         for line in lines {

@@ -23,8 +23,7 @@ pub struct Host {
 pub fn from_list(list: &str) -> Result<Vec<Host>> {
     let mut hosts = Vec::new();
     for name in list.split(',').map(str::trim) {
-        add(&mut hosts, name, None)
-            .map_err(|reason| Error::Usage(format!("--host {list}: {reason}")))?;
+        add(&mut hosts, name, None).map_err(|reason| Error::Usage(format!("--host {list}: {reason}")))?;
     }
     Ok(hosts)
 }
@@ -62,9 +61,7 @@ fn file_line(hosts: &mut Vec<Host>, content: &str) -> std::result::Result<(), St
     let name = words.next().unwrap_or_default();
     let mut slots = None;
     for word in words {
-        let number = word
-            .strip_prefix("slots=")
-            .ok_or_else(|| format!("unknown word {word:?}"))?;
+        let number = word.strip_prefix("slots=").ok_or_else(|| format!("unknown word {word:?}"))?;
         if slots.is_some() {
             return Err("slots given twice".into());
         }
@@ -85,11 +82,7 @@ fn add(hosts: &mut Vec<Host>, name: &str, slots: Option<u32>) -> std::result::Re
     if hosts.iter().any(|host| host.name == name) {
         return Err(format!("host {name} is named twice"));
     }
-    hosts.push(Host {
-        name: name.to_owned(),
-        slots,
-        devices: Vec::new(),
-    });
+    hosts.push(Host { name: name.to_owned(), slots, devices: Vec::new() });
     Ok(())
 }
 
@@ -144,37 +137,25 @@ pub fn exclude(hosts: Vec<Host>, filter: &str) -> Result<Vec<Host>> {
 /// `A:0,2@B` (DeepSpeed) or `A,B` (ColossalAI: no device numbers): each host with its devices, none meaning all.
 fn parse_filter(flag: &str, filter: &str, hosts: &[Host]) -> Result<Vec<(String, BTreeSet<u32>)>> {
     let refuse = |reason: String| Err(Error::Usage(format!("{flag} {filter}: {reason}")));
-    let parts: Vec<&str> = if filter.contains([':', '@']) {
-        filter.split('@').collect()
-    } else {
-        filter.split(',').collect()
-    };
+    let parts: Vec<&str> =
+        if filter.contains([':', '@']) { filter.split('@').collect() } else { filter.split(',').collect() };
     let mut found: Vec<(String, BTreeSet<u32>)> = Vec::new();
     for part in parts {
         // The longest known name first, so that an IPv6 address is not cut at its colons.
         let known = hosts
             .iter()
             .map(|host| host.name.as_str())
-            .filter(|name| {
-                part.strip_prefix(name)
-                    .is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
-            })
+            .filter(|name| part.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with(':')))
             .max_by_key(|name| name.len());
         let Some(name) = known else {
             let names: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
             let unknown = part.split(':').next().unwrap_or_default();
-            return refuse(format!(
-                "{unknown:?} is not among the hosts ({})",
-                names.join(", ")
-            ));
+            return refuse(format!("{unknown:?} is not among the hosts ({})", names.join(", ")));
         };
         if found.iter().any(|(other, _)| other == name) {
             return refuse(format!("host {name} is named twice"));
         }
-        let slots = hosts
-            .iter()
-            .find(|host| host.name == name)
-            .and_then(|host| host.slots);
+        let slots = hosts.iter().find(|host| host.name == name).and_then(|host| host.slots);
         let mut devices = BTreeSet::new();
         if let Some(list) = part[name.len()..].strip_prefix(':') {
             for text in list.split(',') {
@@ -184,10 +165,7 @@ fn parse_filter(flag: &str, filter: &str, hosts: &[Host]) -> Result<Vec<(String,
                     ));
                 };
                 if slots.is_some_and(|slots| device >= slots) {
-                    return refuse(format!(
-                        "{name} has slots 0 to {}, not {device}",
-                        slots.unwrap_or(1) - 1
-                    ));
+                    return refuse(format!("{name} has slots 0 to {}, not {device}", slots.unwrap_or(1) - 1));
                 }
                 if !devices.insert(device) {
                     return refuse(format!("device {device} of {name} is named twice"));
@@ -203,21 +181,16 @@ fn parse_filter(flag: &str, filter: &str, hosts: &[Host]) -> Result<Vec<(String,
 pub fn is_this_machine(name: &str, own_name: &str) -> bool {
     let bare = name.trim_start_matches('[').trim_end_matches(']');
     let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
-    let loopback = bare
-        .parse::<std::net::IpAddr>()
-        .is_ok_and(|address| address.is_loopback());
+    let loopback = bare.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
     loopback
         || bare == "localhost"
         || bare.starts_with("localhost.")
-        || (!own_name.is_empty()
-            && (bare == own_name || (!bare.contains('.') && bare == short(own_name))))
+        || (!own_name.is_empty() && (bare == own_name || (!bare.contains('.') && bare == short(own_name))))
 }
 
 /// This machine's name, empty if the system does not tell.
 pub fn own_name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname")
-        .map(|name| name.trim().to_owned())
-        .unwrap_or_default()
+    std::fs::read_to_string("/proc/sys/kernel/hostname").map(|name| name.trim().to_owned()).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -232,30 +205,15 @@ mod tests {
     }
 
     fn names(hosts: &[Host]) -> String {
-        let each: Vec<String> = hosts
-            .iter()
-            .map(|host| format!("{}{:?}", host.name, host.devices))
-            .collect();
+        let each: Vec<String> = hosts.iter().map(|host| format!("{}{:?}", host.name, host.devices)).collect();
         each.join(" ")
     }
 
     #[test]
     fn host_file_forms() {
-        let hosts =
-            file("\u{feff}# all\r\n a slots=2 \r\n\r\nb\tslots=4 # big\nc\n10.0.0.7\n").unwrap();
-        let found: Vec<_> = hosts
-            .iter()
-            .map(|host| (host.name.as_str(), host.slots))
-            .collect();
-        assert_eq!(
-            found,
-            [
-                ("a", Some(2)),
-                ("b", Some(4)),
-                ("c", None),
-                ("10.0.0.7", None)
-            ]
-        );
+        let hosts = file("\u{feff}# all\r\n a slots=2 \r\n\r\nb\tslots=4 # big\nc\n10.0.0.7\n").unwrap();
+        let found: Vec<_> = hosts.iter().map(|host| (host.name.as_str(), host.slots)).collect();
+        assert_eq!(found, [("a", Some(2)), ("b", Some(4)), ("c", None), ("10.0.0.7", None)]);
     }
 
     #[test]
@@ -274,15 +232,8 @@ mod tests {
                 assert!(message.contains(part), "{message}");
             }
         }
-        assert!(
-            file("# nobody\n")
-                .unwrap_err()
-                .to_string()
-                .contains("names no host")
-        );
-        let missing = from_file(Path::new("/no/such/file"))
-            .unwrap_err()
-            .to_string();
+        assert!(file("# nobody\n").unwrap_err().to_string().contains("names no host"));
+        let missing = from_file(Path::new("/no/such/file")).unwrap_err().to_string();
         assert!(missing.contains("/no/such/file"), "{missing}");
     }
 
@@ -305,31 +256,13 @@ mod tests {
             let message = included(filter).unwrap_err().to_string();
             assert!(message.contains(part), "{message}");
         }
-        assert!(
-            excluded("a,b,c")
-                .unwrap_err()
-                .to_string()
-                .contains("no host is left")
-        );
-        assert!(
-            excluded("c:0")
-                .unwrap_err()
-                .to_string()
-                .contains("c slots=N")
-        );
+        assert!(excluded("a,b,c").unwrap_err().to_string().contains("no host is left"));
+        assert!(excluded("c:0").unwrap_err().to_string().contains("c slots=N"));
     }
 
     #[test]
     fn this_machine_by_its_names() {
-        for name in [
-            "localhost",
-            "127.0.0.1",
-            "127.3.2.1",
-            "::1",
-            "[::1]",
-            "n7",
-            "n7.cluster",
-        ] {
+        for name in ["localhost", "127.0.0.1", "127.3.2.1", "::1", "[::1]", "n7", "n7.cluster"] {
             assert!(is_this_machine(name, "n7.cluster"), "{name}");
         }
         for name in ["n8", "n7.other", "10.0.0.1", ""] {

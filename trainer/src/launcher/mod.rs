@@ -55,9 +55,8 @@ impl<'a> Setup<'a> {
     /// [`Error::Failed`] if the system does not tell where the program lies.
     pub fn of_this_process(device_count: &'a dyn Fn() -> Result<u32>) -> Result<Setup<'a>> {
         Ok(Setup {
-            program: std::env::current_exe().map_err(|error| {
-                Error::Failed(format!("where this program lies is not known: {error}"))
-            })?,
+            program: std::env::current_exe()
+                .map_err(|error| Error::Failed(format!("where this program lies is not known: {error}")))?,
             ssh: "ssh".into(),
             device_count,
             environment: &|name| std::env::var(name).ok(),
@@ -88,8 +87,8 @@ pub fn main(arguments: &[OsString], setup: &Setup<'_>) -> Result<u8> {
     let own_name = hosts::own_name();
     let mut nodes = nodes::nodes(&options, &own_name)?;
     let events = Events::listen(options.supervised)?;
-    let current = std::env::current_dir()
-        .map_err(|error| Error::Failed(format!("the current folder is gone: {error}")))?;
+    let current =
+        std::env::current_dir().map_err(|error| Error::Failed(format!("the current folder is gone: {error}")))?;
     let ssh = Ssh {
         program: &setup.ssh,
         port: options.ssh_port,
@@ -106,10 +105,7 @@ pub fn main(arguments: &[OsString], setup: &Setup<'_>) -> Result<u8> {
             Outcome::Done => return Ok(0),
             Outcome::Stopped => return Ok(1),
             Outcome::Interrupted(signal) => {
-                say(&format!(
-                    "interrupted by signal {}",
-                    signals::signal_name(signal)
-                ));
+                say(&format!("interrupted by signal {}", signals::signal_name(signal)));
                 return Ok(128 + signal as u8);
             }
             // A wrong command line or a plan that does not fit is as wrong the second time.
@@ -141,10 +137,7 @@ pub fn follow_launcher() -> Result<()> {
     if launcher.to_str() == Some(parent.to_string().as_str()) {
         Ok(())
     } else {
-        Err(Error::Failed(format!(
-            "the launcher (process {}) that started this rank is gone",
-            launcher.display()
-        )))
+        Err(Error::Failed(format!("the launcher (process {}) that started this rank is gone", launcher.display())))
     }
 }
 
@@ -162,23 +155,12 @@ fn members(
     for (index, node) in nodes.iter().enumerate() {
         if node.local {
             for local_rank in 0..node.ranks {
-                members.push(local_member(
-                    node,
-                    options,
-                    setup,
-                    part,
-                    restart,
-                    rank + local_rank,
-                    local_rank,
-                )?);
+                members.push(local_member(node, options, setup, part, restart, rank + local_rank, local_rank)?);
             }
         } else {
             members.push(Member {
                 label: format!("host {}", node.name),
-                command: ssh.command(
-                    &node.name,
-                    &remote_arguments(node, index, options, ssh, part, restart, rank),
-                ),
+                command: ssh.command(&node.name, &remote_arguments(node, index, options, ssh, part, restart, rank)),
                 remote: true,
                 show: Show::Lines(String::new()),
                 files: None,
@@ -240,13 +222,7 @@ fn local_member(
     } else {
         format!(" on {}", node.name)
     };
-    Ok(Member {
-        label: format!("rank {rank}{host}"),
-        command,
-        remote: false,
-        show,
-        files,
-    })
+    Ok(Member { label: format!("rank {rank}{host}"), command, remote: false, show, files })
 }
 
 /// The supervised launcher's flags. `rank` is the first on that host.

@@ -45,11 +45,7 @@ pub(super) fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
     let listed = match (&options.host, &options.hostfile) {
         (Some(list), _) => hosts::from_list(list)?,
         (None, Some(path)) => hosts::from_file(path)?,
-        (None, None) => vec![Host {
-            name: "localhost".into(),
-            slots: None,
-            devices: options.devices.clone(),
-        }],
+        (None, None) => vec![Host { name: "localhost".into(), slots: None, devices: options.devices.clone() }],
     };
     let mut listed = match (&options.include, &options.exclude) {
         (Some(filter), _) => hosts::include(listed, filter)?,
@@ -59,10 +55,7 @@ pub(super) fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
     let several = options.host.is_some() || options.hostfile.is_some();
     if let Some(count) = options.nnodes.filter(|_| several) {
         if count as usize > listed.len() {
-            return Err(Error::Usage(format!(
-                "--nnodes {count}: only {} hosts are named",
-                listed.len()
-            )));
+            return Err(Error::Usage(format!("--nnodes {count}: only {} hosts are named", listed.len())));
         }
         listed.truncate(count as usize);
     }
@@ -79,10 +72,7 @@ pub(super) fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
                 None => room.unwrap_or(1),
             };
             if let Some(room) = room.filter(|room| ranks > *room) {
-                return Err(Error::Usage(format!(
-                    "--nproc_per_node {ranks}: host {} has {room} slots",
-                    host.name
-                )));
+                return Err(Error::Usage(format!("--nproc_per_node {ranks}: host {} has {room} slots", host.name)));
             }
             Ok(Node {
                 local: hosts::is_this_machine(&host.name, own_name),
@@ -94,21 +84,14 @@ pub(super) fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
         })
         .collect::<Result<_>>()?;
     if nodes.iter().filter(|node| node.local).count() > 1 {
-        return Err(Error::Usage(
-            "two of the hosts are this machine: name it once and give --nproc_per_node".into(),
-        ));
+        return Err(Error::Usage("two of the hosts are this machine: name it once and give --nproc_per_node".into()));
     }
     Ok(nodes)
 }
 
 /// Asks all hosts at once what they have, settles the numbers of ranks, and finds the port where they meet.
 /// Run again before a restart: a host may be gone, and a port that was picked may be taken by now.
-pub(super) fn prepare(
-    nodes: &mut [Node],
-    options: &Options,
-    setup: &Setup<'_>,
-    ssh: &Ssh<'_>,
-) -> Result<u16> {
+pub(super) fn prepare(nodes: &mut [Node], options: &Options, setup: &Setup<'_>, ssh: &Ssh<'_>) -> Result<u16> {
     let wanted_port = |index: usize| (index == 0).then(|| options.master_port.unwrap_or(0));
     let others: Vec<(&str, Option<u16>)> = nodes
         .iter()
@@ -139,8 +122,7 @@ pub(super) fn prepare(
         }
     }
     // With a launcher on each host only the first host's may look for the port, and none may pick one.
-    let own_launchers =
-        options.node_rank.is_some() && options.nnodes.is_some_and(|count| count > 1);
+    let own_launchers = options.node_rank.is_some() && options.nnodes.is_some_and(|count| count > 1);
     match port {
         Some(port) => Ok(port),
         None if options.supervised => Ok(options.master_port.unwrap_or(AGREED_PORT)),
@@ -183,20 +165,11 @@ impl Part {
                     first.clone()
                 } else if !nodes[0].local {
                     // ssh's form may carry a user.
-                    first
-                        .rsplit('@')
-                        .next()
-                        .unwrap_or(first)
-                        .trim_matches(['[', ']'])
-                        .to_owned()
+                    first.rsplit('@').next().unwrap_or(first).trim_matches(['[', ']']).to_owned()
                 } else {
                     return Err(Error::Usage(format!(
                         "--master_addr is missing: other hosts cannot reach this one as {first}; name it as they know it{}",
-                        if own_name.is_empty() {
-                            String::new()
-                        } else {
-                            format!(" (here it is called {own_name})")
-                        }
+                        if own_name.is_empty() { String::new() } else { format!(" (here it is called {own_name})") }
                     )));
                 }
             }
@@ -214,24 +187,18 @@ impl Part {
 /// `CUDA_VISIBLE_DEVICES` for chosen logical devices: numbers count within what is visible already.
 pub(super) fn visible_devices(chosen: &[u32], visible: Option<String>) -> Result<String> {
     let visible = visible.unwrap_or_default();
-    let visible: Vec<&str> = visible
-        .split(',')
-        .map(str::trim)
-        .filter(|id| !id.is_empty())
-        .collect();
+    let visible: Vec<&str> = visible.split(',').map(str::trim).filter(|id| !id.is_empty()).collect();
     let names: Vec<String> = chosen
         .iter()
-        .map(
-            |&device| match (visible.is_empty(), visible.get(device as usize)) {
-                (true, _) => Ok(device.to_string()),
-                (false, Some(id)) => Ok((*id).to_owned()),
-                (false, None) => Err(Error::Usage(format!(
-                    "device {device} was asked for, but CUDA_VISIBLE_DEVICES={} shows only {}",
-                    visible.join(","),
-                    visible.len()
-                ))),
-            },
-        )
+        .map(|&device| match (visible.is_empty(), visible.get(device as usize)) {
+            (true, _) => Ok(device.to_string()),
+            (false, Some(id)) => Ok((*id).to_owned()),
+            (false, None) => Err(Error::Usage(format!(
+                "device {device} was asked for, but CUDA_VISIBLE_DEVICES={} shows only {}",
+                visible.join(","),
+                visible.len()
+            ))),
+        })
         .collect::<Result<_>>()?;
     Ok(names.join(","))
 }
@@ -244,13 +211,9 @@ pub(super) fn free_port(port: u16) -> Result<u16> {
             std::io::ErrorKind::PermissionDenied => "may not be used by this user".to_owned(),
             _ => format!("cannot be used: {error}"),
         };
-        Error::Failed(format!(
-            "--master_port {port} {reason}; name another, or 0 for any free one"
-        ))
+        Error::Failed(format!("--master_port {port} {reason}; name another, or 0 for any free one"))
     })?;
-    let address = listener
-        .local_addr()
-        .map_err(|error| Error::Failed(format!("--master_port {port}: {error}")))?;
+    let address = listener.local_addr().map_err(|error| Error::Failed(format!("--master_port {port}: {error}")))?;
     Ok(address.port())
 }
 
@@ -262,13 +225,8 @@ mod tests {
     fn chosen_devices_count_within_the_visible_ones() {
         assert_eq!(visible_devices(&[0, 2], None).unwrap(), "0,2");
         assert_eq!(visible_devices(&[0], Some("1".into())).unwrap(), "1");
-        assert_eq!(
-            visible_devices(&[1, 0], Some("3, GPU-ab".into())).unwrap(),
-            "GPU-ab,3"
-        );
-        let message = visible_devices(&[1], Some("3".into()))
-            .unwrap_err()
-            .to_string();
+        assert_eq!(visible_devices(&[1, 0], Some("3, GPU-ab".into())).unwrap(), "GPU-ab,3");
+        let message = visible_devices(&[1], Some("3".into())).unwrap_err().to_string();
         assert!(message.contains("CUDA_VISIBLE_DEVICES=3"), "{message}");
     }
 
@@ -277,10 +235,7 @@ mod tests {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
         let message = free_port(port).unwrap_err().to_string();
-        assert!(
-            message.contains(&port.to_string()) && message.contains("in use"),
-            "{message}"
-        );
+        assert!(message.contains(&port.to_string()) && message.contains("in use"), "{message}");
         assert_ne!(free_port(0).unwrap(), 0);
     }
 }

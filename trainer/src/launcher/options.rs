@@ -23,83 +23,23 @@ const fn flag(name: &'static str, value: Option<&'static str>, help: &'static st
 }
 
 const FLAGS: &[Flag] = &[
-    flag(
-        "nproc_per_node",
-        Some("N|gpu"),
-        "ranks per host [a host's slots, else 1]",
-    ),
-    flag(
-        "nnodes",
-        Some("N"),
-        "number of hosts [as many as are named, else 1]",
-    ),
-    flag(
-        "node_rank",
-        Some("I"),
-        "which host this is, when each host has its own `castor run`",
-    ),
-    flag(
-        "master_addr",
-        Some("HOST"),
-        "where ranks meet [the first host]",
-    ),
-    flag(
-        "master_port",
-        Some("PORT"),
-        "port there, 0 picks a free one [$MASTER_PORT, else 0]",
-    ),
+    flag("nproc_per_node", Some("N|gpu"), "ranks per host [a host's slots, else 1]"),
+    flag("nnodes", Some("N"), "number of hosts [as many as are named, else 1]"),
+    flag("node_rank", Some("I"), "which host this is, when each host has its own `castor run`"),
+    flag("master_addr", Some("HOST"), "where ranks meet [the first host]"),
+    flag("master_port", Some("PORT"), "port there, 0 picks a free one [$MASTER_PORT, else 0]"),
     flag("host", Some("A,B"), "hosts to start ranks on, through ssh"),
-    flag(
-        "hostfile",
-        Some("FILE"),
-        "hosts, one a line: NAME [slots=N]; # begins a comment",
-    ),
-    flag(
-        "include",
-        Some("HOSTS"),
-        "only these: A@B:0,2 (DeepSpeed's form) or A,B",
-    ),
-    flag(
-        "exclude",
-        Some("HOSTS"),
-        "all but these hosts or devices, same forms",
-    ),
-    flag(
-        "ssh_port",
-        Some("PORT"),
-        "port of the hosts' ssh [ssh's own configuration]",
-    ),
-    flag(
-        "remote_castor",
-        Some("PATH"),
-        "this program on the other hosts [the same path as here]",
-    ),
-    flag(
-        "env",
-        Some("NAME[=VALUE]"),
-        "variable for the ranks; only these travel to other hosts",
-    ),
-    flag(
-        "log_dir",
-        Some("DIR"),
-        "output of every rank in files; rank 0's also here",
-    ),
+    flag("hostfile", Some("FILE"), "hosts, one a line: NAME [slots=N]; # begins a comment"),
+    flag("include", Some("HOSTS"), "only these: A@B:0,2 (DeepSpeed's form) or A,B"),
+    flag("exclude", Some("HOSTS"), "all but these hosts or devices, same forms"),
+    flag("ssh_port", Some("PORT"), "port of the hosts' ssh [ssh's own configuration]"),
+    flag("remote_castor", Some("PATH"), "this program on the other hosts [the same path as here]"),
+    flag("env", Some("NAME[=VALUE]"), "variable for the ranks; only these travel to other hosts"),
+    flag("log_dir", Some("DIR"), "output of every rank in files; rank 0's also here"),
     flag("tee", None, "with --log_dir: every rank's output also here"),
-    flag(
-        "max_restarts",
-        Some("N"),
-        "restart all ranks after a failure, at most N times [0]",
-    ),
-    flag(
-        "timeout",
-        Some("SECONDS"),
-        "how long hosts and ranks wait for each other [300]",
-    ),
-    flag(
-        "grace",
-        Some("SECONDS"),
-        "after a failure, time between TERM and KILL [4]",
-    ),
+    flag("max_restarts", Some("N"), "restart all ranks after a failure, at most N times [0]"),
+    flag("timeout", Some("SECONDS"), "how long hosts and ranks wait for each other [300]"),
+    flag("grace", Some("SECONDS"), "after a failure, time between TERM and KILL [4]"),
     flag("help", None, "this text"),
     flag("supervised", None, ""),
     flag("preflight", None, ""),
@@ -191,10 +131,7 @@ pub enum Request {
 ///
 /// # Errors
 /// [`Error::Usage`] naming the flag, the value and what is allowed; for an unknown flag also the nearest one.
-pub fn parse(
-    arguments: &[OsString],
-    environment: &dyn Fn(&str) -> Option<String>,
-) -> Result<Request> {
+pub fn parse(arguments: &[OsString], environment: &dyn Fn(&str) -> Option<String>) -> Result<Request> {
     let (given, command) = split(arguments)?;
     if given.iter().any(|(name, _)| *name == "help") {
         return Ok(Request::Help(help()));
@@ -217,25 +154,18 @@ pub fn parse(
     let master_port = match last("master_port") {
         Some(text) => number("master_port", Some(text), port)?,
         None => match variable("MASTER_PORT") {
-            Some(text) => Some(
-                text.parse()
-                    .map_err(|_| Error::Usage(format!("MASTER_PORT={text} is not {port}")))?,
-            ),
+            Some(text) => Some(text.parse().map_err(|_| Error::Usage(format!("MASTER_PORT={text} is not {port}")))?),
             None => None,
         },
     };
     let options = Options {
         nproc_per_node: match last("nproc_per_node") {
             Some("gpu") => Some(Processes::PerGpu),
-            text => {
-                number("nproc_per_node", text, "a whole number or `gpu`")?.map(Processes::Count)
-            }
+            text => number("nproc_per_node", text, "a whole number or `gpu`")?.map(Processes::Count),
         },
         nnodes: positive("nnodes")?,
         node_rank: count("node_rank")?,
-        master_addr: last("master_addr")
-            .map(str::to_owned)
-            .or_else(|| variable("MASTER_ADDR")),
+        master_addr: last("master_addr").map(str::to_owned).or_else(|| variable("MASTER_ADDR")),
         master_port,
         host: last("host").map(str::to_owned),
         hostfile: last("hostfile").map(PathBuf::from),
@@ -261,10 +191,7 @@ pub fn parse(
         devices: match last("devices") {
             Some(text) => text
                 .split(',')
-                .map(|part| {
-                    part.parse()
-                        .map_err(|_| wrong("devices", text, "numbers like 0,2"))
-                })
+                .map(|part| part.parse().map_err(|_| wrong("devices", text, "numbers like 0,2")))
                 .collect::<Result<_>>()?,
             None => Vec::new(),
         },
@@ -321,14 +248,10 @@ fn check(options: &Options) -> Result<()> {
         }
     }
     if options.tee && options.log_dir.is_none() {
-        return refuse(
-            "--tee needs --log_dir: without it every rank's output is already shown here",
-        );
+        return refuse("--tee needs --log_dir: without it every rank's output is already shown here");
     }
     if options.command.is_empty() && !options.preflight {
-        return refuse(
-            "what should the ranks run? castor run [launcher flags] train [training flags]",
-        );
+        return refuse("what should the ranks run? castor run [launcher flags] train [training flags]");
     }
     Ok(())
 }
@@ -340,9 +263,8 @@ fn split(arguments: &[OsString]) -> Result<Given> {
     let mut given = Vec::new();
     let mut rest = arguments.iter();
     while let Some(argument) = rest.next() {
-        let text = argument.to_str().ok_or_else(|| {
-            Error::Usage(format!("launcher flag {argument:?} is not valid UTF-8"))
-        })?;
+        let text =
+            argument.to_str().ok_or_else(|| Error::Usage(format!("launcher flag {argument:?} is not valid UTF-8")))?;
         let text = match text {
             "-h" => "--help",
             "-H" => "--host",
@@ -355,10 +277,7 @@ fn split(arguments: &[OsString]) -> Result<Given> {
                 return Err(unknown(text.trim_start_matches('-'), text));
             }
             if !COMMANDS.contains(&text) {
-                return Err(Error::Usage(format!(
-                    "{text:?} cannot be run on ranks; allowed: {}",
-                    COMMANDS.join(", ")
-                )));
+                return Err(Error::Usage(format!("{text:?} cannot be run on ranks; allowed: {}", COMMANDS.join(", "))));
             }
             let command = std::iter::once(argument).chain(rest).cloned().collect();
             return Ok((given, command));
@@ -384,10 +303,7 @@ fn split(arguments: &[OsString]) -> Result<Given> {
                 Some(Some(next)) if !next.is_empty() && !next.starts_with("--") => next.to_owned(),
                 Some(None) => return Err(wrong(flag.name, "(not UTF-8)", what)),
                 _ => {
-                    return Err(Error::Usage(format!(
-                        "--{} needs a value: {what}",
-                        flag.name
-                    )));
+                    return Err(Error::Usage(format!("--{} needs a value: {what}", flag.name)));
                 }
             },
         };
@@ -398,10 +314,7 @@ fn split(arguments: &[OsString]) -> Result<Given> {
 
 fn find(spelt: &str) -> Option<&'static Flag> {
     let name = spelt.replace('-', "_");
-    let name = ALIASES
-        .iter()
-        .find(|(alias, _)| *alias == name)
-        .map_or(name.as_str(), |(_, meant)| meant);
+    let name = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name.as_str(), |(_, meant)| meant);
     FLAGS.iter().find(|flag| flag.name == name)
 }
 
@@ -414,9 +327,9 @@ fn unknown(spelt: &str, as_given: &str) -> Error {
         .min()
         .filter(|(distance, meant)| *distance <= meant.len() / 3 + 1);
     Error::Usage(match nearest {
-        Some((_, meant)) => format!(
-            "unknown launcher flag {as_given}; did you mean --{meant}? (training flags go after `train`)"
-        ),
+        Some((_, meant)) => {
+            format!("unknown launcher flag {as_given}; did you mean --{meant}? (training flags go after `train`)")
+        }
         None => format!(
             "unknown launcher flag {as_given}; `castor run --help` lists them (training flags go after `train`)"
         ),
@@ -427,13 +340,8 @@ fn wrong(name: &str, value: &str, allowed: &str) -> Error {
     Error::Usage(format!("--{name} {value}: allowed is {allowed}"))
 }
 
-fn number<T: std::str::FromStr>(
-    name: &str,
-    text: Option<&str>,
-    allowed: &str,
-) -> Result<Option<T>> {
-    text.map(|text| text.parse().map_err(|_| wrong(name, text, allowed)))
-        .transpose()
+fn number<T: std::str::FromStr>(name: &str, text: Option<&str>, allowed: &str) -> Result<Option<T>> {
+    text.map(|text| text.parse().map_err(|_| wrong(name, text, allowed))).transpose()
 }
 
 fn env_pair(text: &str, environment: &dyn Fn(&str) -> Option<String>) -> Result<(String, String)> {
@@ -449,15 +357,9 @@ fn env_pair(text: &str, environment: &dyn Fn(&str) -> Option<String>) -> Result<
         },
     };
     let mut letters = name.chars();
-    let begins = letters
-        .next()
-        .is_some_and(|c| c.is_ascii_alphabetic() || c == '_');
+    let begins = letters.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_');
     if !begins || !letters.all(|c| c.is_ascii_alphanumeric() || c == '_') {
-        return Err(wrong(
-            "env",
-            text,
-            "NAME or NAME=VALUE, a name of letters, digits and _",
-        ));
+        return Err(wrong("env", text, "NAME or NAME=VALUE, a name of letters, digits and _"));
     }
     Ok((name.to_owned(), value))
 }
@@ -483,9 +385,7 @@ mod tests {
     }
 
     fn run(arguments: &[&str]) -> Result<Box<Options>> {
-        match parse(&os(arguments), &|name| {
-            (name == "SET").then(|| "its value".to_owned())
-        })? {
+        match parse(&os(arguments), &|name| (name == "SET").then(|| "its value".to_owned()))? {
             Request::Run(options) => Ok(options),
             Request::Help(text) => panic!("help: {text}"),
         }
@@ -499,16 +399,7 @@ mod tests {
 
     #[test]
     fn everything_from_the_command_on_is_kept() {
-        let tail = [
-            "train",
-            "--fsdp",
-            "full_shard auto_wrap",
-            "--x=a=b",
-            "it's \"$HOME\"",
-            "",
-            "--tee",
-            "gr\u{fc}n",
-        ];
+        let tail = ["train", "--fsdp", "full_shard auto_wrap", "--x=a=b", "it's \"$HOME\"", "", "--tee", "gr\u{fc}n"];
         let mut all = vec!["--nproc-per-node=2", "--master_port", "0"];
         all.extend(tail);
         let options = run(&all).unwrap();
@@ -520,12 +411,7 @@ mod tests {
 
     #[test]
     fn both_spellings_and_other_launchers_words() {
-        for name in [
-            "--nproc_per_node",
-            "--nproc-per-node",
-            "--num_gpus",
-            "--num-gpus",
-        ] {
+        for name in ["--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus"] {
             let options = run(&[name, "gpu", "train"]).unwrap();
             assert_eq!(options.nproc_per_node, Some(Processes::PerGpu));
         }
@@ -544,72 +430,27 @@ mod tests {
     #[test]
     fn refusals_name_flag_value_and_what_is_allowed() {
         for (arguments, parts) in [
-            (
-                vec!["--nproc_per_nod", "2", "train"],
-                ["--nproc_per_nod", "did you mean --nproc_per_node"],
-            ),
-            (
-                vec!["--nporc-per-node", "2", "train"],
-                ["--nporc-per-node", "did you mean --nproc_per_node"],
-            ),
-            (
-                vec!["--learning_rate", "2", "train"],
-                ["--learning_rate", "after `train`"],
-            ),
+            (vec!["--nproc_per_nod", "2", "train"], ["--nproc_per_nod", "did you mean --nproc_per_node"]),
+            (vec!["--nporc-per-node", "2", "train"], ["--nporc-per-node", "did you mean --nproc_per_node"]),
+            (vec!["--learning_rate", "2", "train"], ["--learning_rate", "after `train`"]),
             (vec!["-x", "train"], ["-x", "castor run --help"]),
-            (
-                vec!["--nproc_per_node", "0", "train"],
-                ["--nproc_per_node 0", "at least 1"],
-            ),
-            (
-                vec!["--nproc_per_node", "two", "train"],
-                ["--nproc_per_node two", "`gpu`"],
-            ),
-            (
-                vec!["--master_port", "66660", "train"],
-                ["--master_port 66660", "65535"],
-            ),
-            (
-                vec!["--master_port", "-1", "train"],
-                ["--master_port -1", "65535"],
-            ),
-            (
-                vec!["--master_port", "abc", "train"],
-                ["--master_port abc", "65535"],
-            ),
-            (
-                vec!["--hostfile=", "/x", "train"],
-                ["--hostfile=", "no value"],
-            ),
-            (
-                vec!["--hostfile", "--tee", "train"],
-                ["--hostfile", "needs a value"],
-            ),
+            (vec!["--nproc_per_node", "0", "train"], ["--nproc_per_node 0", "at least 1"]),
+            (vec!["--nproc_per_node", "two", "train"], ["--nproc_per_node two", "`gpu`"]),
+            (vec!["--master_port", "66660", "train"], ["--master_port 66660", "65535"]),
+            (vec!["--master_port", "-1", "train"], ["--master_port -1", "65535"]),
+            (vec!["--master_port", "abc", "train"], ["--master_port abc", "65535"]),
+            (vec!["--hostfile=", "/x", "train"], ["--hostfile=", "no value"]),
+            (vec!["--hostfile", "--tee", "train"], ["--hostfile", "needs a value"]),
             (vec!["--tee=1", "train"], ["--tee 1", "switch"]),
             (vec!["--tee", "train"], ["--tee", "--log_dir"]),
             (vec!["--nproc_per_node", "2"], ["ranks run", "train"]),
             (vec!["trian"], ["trian", "train"]),
-            (
-                vec!["--host", "a", "--hostfile", "f", "train"],
-                ["--host", "--hostfile"],
-            ),
-            (
-                vec!["--include", "a", "--exclude", "b", "train"],
-                ["--include", "--exclude"],
-            ),
+            (vec!["--host", "a", "--hostfile", "f", "train"], ["--host", "--hostfile"]),
+            (vec!["--include", "a", "--exclude", "b", "train"], ["--include", "--exclude"]),
             (vec!["--nnodes", "2", "train"], ["--nnodes 2", "--host"]),
-            (
-                vec!["--nnodes", "2", "--node_rank", "2", "train"],
-                ["--node_rank 2", "0 to 1"],
-            ),
-            (
-                vec!["--nnodes", "2", "--node_rank", "0", "train"],
-                ["--master_addr", "node 0"],
-            ),
-            (
-                vec!["--host", "a", "--node_rank", "0", "train"],
-                ["--node_rank", "--host"],
-            ),
+            (vec!["--nnodes", "2", "--node_rank", "2", "train"], ["--node_rank 2", "0 to 1"]),
+            (vec!["--nnodes", "2", "--node_rank", "0", "train"], ["--master_addr", "node 0"]),
+            (vec!["--host", "a", "--node_rank", "0", "train"], ["--node_rank", "--host"]),
         ] {
             let message = refusal(&arguments);
             assert!(parts.iter().all(|part| message.contains(part)), "{message}");
@@ -619,10 +460,7 @@ mod tests {
     #[test]
     fn flag_wins_over_the_environment() {
         let environment = |name: &str| (name == "MASTER_PORT").then(|| "29555".to_owned());
-        for (arguments, port) in [
-            (vec!["train"], 29555),
-            (vec!["--master_port=1", "train"], 1),
-        ] {
+        for (arguments, port) in [(vec!["train"], 29555), (vec!["--master_port=1", "train"], 1)] {
             let Ok(Request::Run(options)) = parse(&os(&arguments), &environment) else {
                 panic!("must parse");
             };

@@ -80,20 +80,14 @@ pub(super) fn carry(stream: impl Read + Send + 'static, mut route: Route) -> Joi
         let mut line = Vec::new();
         loop {
             line.clear();
-            match reader
-                .by_ref()
-                .take(LINE_BYTES)
-                .read_until(b'\n', &mut line)
-            {
+            match reader.by_ref().take(LINE_BYTES).read_until(b'\n', &mut line) {
                 Ok(0) | Err(_) => return,
                 Ok(_) => {}
             }
             if let Some(file) = &mut route.file
                 && let Err(error) = file.write_all(&line)
             {
-                say(&format!(
-                    "a rank's log file cannot be written ({error}); its output is lost from here on"
-                ));
+                say(&format!("a rank's log file cannot be written ({error}); its output is lost from here on"));
                 route.file = None;
             }
             if let Some((console, prefix)) = &route.console {

@@ -44,10 +44,7 @@ impl Preflight {
     /// The line to print on the host itself.
     pub(super) fn line(&self) -> String {
         let version = env!("CARGO_PKG_VERSION");
-        format!(
-            "{PREFLIGHT_WORD} version={version} devices={} port={}",
-            self.devices, self.port
-        )
+        format!("{PREFLIGHT_WORD} version={version} devices={} port={}", self.devices, self.port)
     }
 
     /// Finds the line in what the host printed; its shell may have printed a greeting before.
@@ -66,10 +63,7 @@ impl Preflight {
             return Err(format!("castor is version {there} there and {here} here"));
         }
         let bad = |_| "its answer is not readable".to_owned();
-        Ok(Preflight {
-            devices: field("devices")?.parse().map_err(bad)?,
-            port: field("port")?.parse().map_err(bad)?,
-        })
+        Ok(Preflight { devices: field("devices")?.parse().map_err(bad)?, port: field("port")?.parse().map_err(bad)? })
     }
 }
 
@@ -101,22 +95,13 @@ impl Ssh<'_> {
         let connect = CONNECT.min(self.timeout).as_secs();
         let mut command = Command::new(self.program);
         // BatchMode: a password prompt would wait for ever behind the ranks' output.
-        command.args([
-            "-T",
-            "-o",
-            "BatchMode=yes",
-            "-o",
-            &format!("ConnectTimeout={connect}"),
-        ]);
+        command.args(["-T", "-o", "BatchMode=yes", "-o", &format!("ConnectTimeout={connect}")]);
         // A host that loses power sends nothing: ask it every 5 s, give up after 3 silent answers.
         command.args(["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]);
         if let Some(port) = self.port {
             command.args(["-p", &port.to_string()]);
         }
-        command
-            .arg("--")
-            .arg(host.trim_matches(['[', ']']))
-            .arg(OsString::from_vec(line));
+        command.arg("--").arg(host.trim_matches(['[', ']'])).arg(OsString::from_vec(line));
         command
     }
 
@@ -127,36 +112,21 @@ impl Ssh<'_> {
     /// [`Error::Failed`] with one line per host that cannot take part.
     pub(super) fn preflight(&self, hosts: &[(&str, Option<u16>)]) -> Result<Vec<Preflight>> {
         let answers: Vec<std::result::Result<Preflight, String>> = std::thread::scope(|scope| {
-            let asked: Vec<_> = hosts
-                .iter()
-                .map(|(host, port)| scope.spawn(move || self.ask(host, *port)))
-                .collect();
+            let asked: Vec<_> = hosts.iter().map(|(host, port)| scope.spawn(move || self.ask(host, *port))).collect();
             asked
                 .into_iter()
-                .map(|thread| {
-                    thread
-                        .join()
-                        .unwrap_or_else(|_| Err("the check itself failed".into()))
-                })
+                .map(|thread| thread.join().unwrap_or_else(|_| Err("the check itself failed".into())))
                 .collect()
         });
         let failures: Vec<String> = hosts
             .iter()
             .zip(&answers)
-            .filter_map(|((host, _), answer)| {
-                Some(format!("host {host}: {}", answer.as_ref().err()?))
-            })
+            .filter_map(|((host, _), answer)| Some(format!("host {host}: {}", answer.as_ref().err()?)))
             .collect();
         if failures.is_empty() {
-            Ok(answers
-                .into_iter()
-                .filter_map(|answer| answer.ok())
-                .collect())
+            Ok(answers.into_iter().filter_map(|answer| answer.ok()).collect())
         } else {
-            Err(Error::Failed(format!(
-                "nothing was started; {}",
-                failures.join("\n  ")
-            )))
+            Err(Error::Failed(format!("nothing was started; {}", failures.join("\n  "))))
         }
     }
 
@@ -166,42 +136,26 @@ impl Ssh<'_> {
             arguments.extend(["--master_port".into(), port.to_string().into()]);
         }
         let mut command = self.command(host, &arguments);
-        command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        let mut child = command.spawn().map_err(|error| {
-            format!("{} cannot be started here: {error}", self.program.display())
-        })?;
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child =
+            command.spawn().map_err(|error| format!("{} cannot be started here: {error}", self.program.display()))?;
         // The answer is one line, far below what a pipe holds: waiting before reading cannot block it.
         let deadline = Instant::now() + self.timeout.min(CONNECT * 3);
         loop {
             match child.try_wait() {
                 Ok(Some(_)) => break,
-                Ok(None) if Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(10))
-                }
+                Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(10)),
                 Ok(None) => {
                     let _ = child.kill();
                     let _ = child.wait();
-                    return Err(format!(
-                        "no answer within {} s",
-                        self.timeout.min(CONNECT * 3).as_secs()
-                    ));
+                    return Err(format!("no answer within {} s", self.timeout.min(CONNECT * 3).as_secs()));
                 }
                 Err(error) => return Err(error.to_string()),
             }
         }
-        let output = child
-            .wait_with_output()
-            .map_err(|error| error.to_string())?;
+        let output = child.wait_with_output().map_err(|error| error.to_string())?;
         let said = String::from_utf8_lossy(&output.stderr);
-        let said = said
-            .trim()
-            .lines()
-            .last()
-            .unwrap_or("nothing was said about why")
-            .to_owned();
+        let said = said.trim().lines().last().unwrap_or("nothing was said about why").to_owned();
         match output.status.code() {
             Some(0) => Preflight::read(&String::from_utf8_lossy(&output.stdout)),
             Some(255) => Err(format!("ssh cannot reach it: {said}")),
@@ -220,40 +174,21 @@ mod tests {
 
     #[test]
     fn a_shell_reads_back_what_was_quoted() {
-        let words = [
-            "plain",
-            "two words",
-            "it's",
-            "$HOME `id` \"x\" \\",
-            "a=b;c|d&e>f",
-            "",
-            "gr\u{fc}n\n2",
-            "*",
-        ];
+        let words = ["plain", "two words", "it's", "$HOME `id` \"x\" \\", "a=b;c|d&e>f", "", "gr\u{fc}n\n2", "*"];
         let mut line = b"printf '<%s>'".to_vec();
         for word in words {
             line.push(b' ');
             line.extend(quoted(OsStr::new(word)));
         }
-        let output = Command::new("/bin/sh")
-            .arg("-c")
-            .arg(OsString::from_vec(line))
-            .output()
-            .unwrap();
+        let output = Command::new("/bin/sh").arg("-c").arg(OsString::from_vec(line)).output().unwrap();
         let expected: String = words.iter().map(|word| format!("<{word}>")).collect();
         assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
     }
 
     #[test]
     fn preflight_lines() {
-        let found = Preflight {
-            devices: 8,
-            port: 29500,
-        };
-        assert_eq!(
-            Preflight::read(&format!("Welcome!\n{}\n", found.line())),
-            Ok(found.clone())
-        );
+        let found = Preflight { devices: 8, port: 29500 };
+        assert_eq!(Preflight::read(&format!("Welcome!\n{}\n", found.line())), Ok(found.clone()));
         let other = found.line().replace(env!("CARGO_PKG_VERSION"), "9.9.9");
         assert!(Preflight::read(&other).unwrap_err().contains("9.9.9"));
         assert!(Preflight::read("hello").is_err());

@@ -60,8 +60,8 @@ impl Events {
             .into_iter()
             .filter(|signal| ignored >> (signal - 1) & 1 == 0)
             .chain([SIGCHLD]);
-        let mut signals = Signals::new(wanted)
-            .map_err(|error| Error::Failed(format!("signals cannot be caught: {error}")))?;
+        let mut signals =
+            Signals::new(wanted).map_err(|error| Error::Failed(format!("signals cannot be caught: {error}")))?;
         let handle = signals.handle();
         let (sender, receiver) = channel();
         if supervised {
@@ -111,9 +111,7 @@ fn ignored_signals() -> u64 {
     std::fs::read_to_string("/proc/self/status")
         .ok()
         .and_then(|status| {
-            let line = status
-                .lines()
-                .find_map(|line| line.strip_prefix("SigIgn:"))?;
+            let line = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
             u64::from_str_radix(line.trim(), 16).ok()
         })
         .unwrap_or(0)
@@ -145,10 +143,7 @@ mod tests {
 
     #[test]
     fn the_protocol_reads_what_it_writes_and_ignores_the_rest() {
-        assert_eq!(
-            event_of(&signal_word(SIGUSR1)),
-            Some(Event::Signal(SIGUSR1))
-        );
+        assert_eq!(event_of(&signal_word(SIGUSR1)), Some(Event::Signal(SIGUSR1)));
         assert_eq!(event_of(STOP), Some(Event::Stop));
         assert_eq!(event_of("kill\r"), Some(Event::Kill));
         for noise in ["", "signal", "signal 0", "signal 999", "Welcome!"] {

@@ -16,10 +16,7 @@ const COLUMNS: usize = 720;
 
 /// Text for HTML.
 pub(super) fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 /// A plot's frame: how values become positions.
@@ -33,11 +30,7 @@ struct Frame {
 impl Frame {
     /// Rounds the range outwards to whole steps of 1, 2 or 5 times a power of ten.
     fn around(low: f64, high: f64, height: f64) -> Frame {
-        let span = if high > low {
-            high - low
-        } else {
-            high.abs().max(1.0)
-        };
+        let span = if high > low { high - low } else { high.abs().max(1.0) };
         let rough = span / 4.0;
         let power = 10f64.powf(rough.log10().floor());
         let step = [1.0, 2.0, 5.0, 10.0]
@@ -47,12 +40,7 @@ impl Frame {
             .unwrap_or(10.0 * power);
         let low = (low / step).floor() * step;
         let high = ((high / step).ceil() * step).max(low + step);
-        Frame {
-            height,
-            low,
-            high,
-            step,
-        }
+        Frame { height, low, high, step }
     }
 
     fn y(&self, value: f64) -> f64 {
@@ -62,11 +50,8 @@ impl Frame {
 
     /// Opens the SVG and draws the grid with its labels.
     fn open(&self, label: &str) -> String {
-        let mut svg = format!(
-            "<svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\" aria-label=\"{}\">",
-            self.height,
-            escape(label)
-        );
+        let mut svg =
+            format!("<svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\" aria-label=\"{}\">", self.height, escape(label));
         let places = (-self.step.log10().floor()).max(0.0) as usize;
         let lines = ((self.high - self.low) / self.step).round() as usize;
         for line in 0..=lines {
@@ -109,15 +94,10 @@ impl Frame {
 /// A number with thousands separated and this many places.
 pub(super) fn grouped(value: f64, places: usize) -> String {
     let text = format!("{:.places$}", value.abs());
-    let (whole, rest) = text
-        .split_once('.')
-        .map_or((text.as_str(), String::new()), |(whole, rest)| {
-            (whole, format!(".{rest}"))
-        });
+    let (whole, rest) =
+        text.split_once('.').map_or((text.as_str(), String::new()), |(whole, rest)| (whole, format!(".{rest}")));
     let sign = if value < 0.0 { "−" } else { "" };
-    let whole = whole
-        .parse()
-        .map_or(whole.to_owned(), super::metrics::thousands);
+    let whole = whole.parse().map_or(whole.to_owned(), super::metrics::thousands);
     format!("{sign}{whole}{rest}")
 }
 
@@ -144,15 +124,9 @@ pub(super) struct Stack<'a> {
 /// Areas stacked over the ticks, in MiB; each tick is a column of its own width, for bytes do not change within it.
 pub(super) fn stacked(stack: &Stack<'_>) -> String {
     let totals = super::memory::TierReport::totals(stack.table);
-    let top = totals
-        .iter()
-        .chain(stack.predicted)
-        .copied()
-        .max()
-        .unwrap_or(0);
+    let top = totals.iter().chain(stack.predicted).copied().max().unwrap_or(0);
     // A budget far above what is used would press everything flat; the text names it all the same.
-    let budget =
-        (stack.budget > 0 && stack.budget <= top.saturating_mul(2)).then_some(stack.budget);
+    let budget = (stack.budget > 0 && stack.budget <= top.saturating_mul(2)).then_some(stack.budget);
     let frame = Frame::around(0.0, mib(top.max(budget.unwrap_or(0))), 260.0);
     let columns = thinned(&totals, stack.ticks.len());
     let width = (WIDTH - LEFT - RIGHT) / columns.len().max(1) as f64;
@@ -160,16 +134,10 @@ pub(super) fn stacked(stack: &Stack<'_>) -> String {
     let mut svg = frame.open(stack.label);
     let mut below = vec![0u64; columns.len()];
     for ((_, colour), row) in stack.rows.iter().zip(stack.table) {
-        let above: Vec<u64> = columns
-            .iter()
-            .zip(&below)
-            .map(|(&tick, low)| low + row.get(tick).copied().unwrap_or(0))
-            .collect();
+        let above: Vec<u64> =
+            columns.iter().zip(&below).map(|(&tick, low)| low + row.get(tick).copied().unwrap_or(0)).collect();
         if above != below {
-            let _ = write!(
-                svg,
-                "<path class=\"area\" style=\"fill:var(--c{colour})\" d=\"M"
-            );
+            let _ = write!(svg, "<path class=\"area\" style=\"fill:var(--c{colour})\" d=\"M");
             for (column, value) in above.iter().enumerate() {
                 let y = frame.y(mib(*value));
                 let _ = write!(svg, "{:.2} {y:.2}L{:.2} {y:.2} ", x(column), x(column + 1));
@@ -219,12 +187,7 @@ pub(super) fn stacked(stack: &Stack<'_>) -> String {
         frame.x_label(&mut svg, LEFT, "start", &stack.ticks[first]);
         let middle = columns[columns.len() / 2];
         if columns.len() > 2 {
-            frame.x_label(
-                &mut svg,
-                x(columns.len() / 2),
-                "middle",
-                &stack.ticks[middle],
-            );
+            frame.x_label(&mut svg, x(columns.len() / 2), "middle", &stack.ticks[middle]);
         }
         frame.x_label(&mut svg, WIDTH - RIGHT, "end", &stack.ticks[last]);
     }
@@ -257,12 +220,7 @@ pub(super) struct Point {
 
 /// A line over the steps, in the colour of this index, with its last value written at its end.
 pub(super) fn line(label: &str, colour: usize, points: &[Point], places: usize) -> String {
-    let finite = || {
-        points
-            .iter()
-            .map(|point| point.value)
-            .filter(|value| value.is_finite())
-    };
+    let finite = || points.iter().map(|point| point.value).filter(|value| value.is_finite());
     let (Some(low), Some(high)) = (finite().reduce(f64::min), finite().reduce(f64::max)) else {
         return String::from("<p class=\"quiet\">Nothing to draw.</p>");
     };
@@ -270,23 +228,14 @@ pub(super) fn line(label: &str, colour: usize, points: &[Point], places: usize) 
     let first = points[0].step as f64;
     let last = points[points.len() - 1].step as f64;
     let room = 56.0;
-    let x =
-        |step: f64| LEFT + (WIDTH - LEFT - RIGHT - room) * (step - first) / (last - first).max(1.0);
+    let x = |step: f64| LEFT + (WIDTH - LEFT - RIGHT - room) * (step - first) / (last - first).max(1.0);
     let mut svg = frame.open(label);
-    let _ = write!(
-        svg,
-        "<path class=\"line\" style=\"stroke:var(--c{colour})\" d=\""
-    );
+    let _ = write!(svg, "<path class=\"line\" style=\"stroke:var(--c{colour})\" d=\"");
     let mut pen_down = false;
     for point in points {
         if point.value.is_finite() {
             let letter = if pen_down { 'L' } else { 'M' };
-            let _ = write!(
-                svg,
-                "{letter}{:.2} {:.2}",
-                x(point.step as f64),
-                frame.y(point.value)
-            );
+            let _ = write!(svg, "{letter}{:.2} {:.2}", x(point.step as f64), frame.y(point.value));
         }
         pen_down = point.value.is_finite();
     }
@@ -322,13 +271,7 @@ mod tests {
 
     #[test]
     fn frames_are_round_and_hold_every_value() {
-        for (low, high) in [
-            (0.0, 97.3),
-            (2.13, 4.9),
-            (0.0, 0.004),
-            (3.0, 3.0),
-            (0.0, 0.0),
-        ] {
+        for (low, high) in [(0.0, 97.3), (2.13, 4.9), (0.0, 0.004), (3.0, 3.0), (0.0, 0.0)] {
             let frame = Frame::around(low, high, 200.0);
             assert!(frame.low <= low && frame.high >= high && frame.high > frame.low);
             let steps = (frame.high - frame.low) / frame.step;

@@ -81,30 +81,14 @@ fn tiles(log: Option<&Run>, memory: Option<&MemoryReport>) -> String {
     if let Some(run) = log
         && let (Some(first), Some(last)) = (run.steps.first(), run.steps.last())
     {
-        tile(
-            &mut html,
-            "Loss",
-            &grouped(last.loss, 4),
-            &format!("from {}", grouped(first.loss, 4)),
-        );
-        let rate = run
-            .tokens_per_second()
-            .map_or("n/a".into(), |rate| grouped(rate, 0));
+        tile(&mut html, "Loss", &grouped(last.loss, 4), &format!("from {}", grouped(first.loss, 4)));
+        let rate = run.tokens_per_second().map_or("n/a".into(), |rate| grouped(rate, 0));
         tile(&mut html, "Tokens per second", &rate, "steady, all ranks");
     }
     if let Some(memory) = memory {
         let (step, stall) = (memory.step_seconds, memory.stall_seconds_per_step);
-        let share = if step > 0.0 {
-            100.0 * stall / step
-        } else {
-            0.0
-        };
-        tile(
-            &mut html,
-            "Step time",
-            &format!("{} ms", grouped(step * 1e3, 1)),
-            &format!("{share:.1} % waiting"),
-        );
+        let share = if step > 0.0 { 100.0 * stall / step } else { 0.0 };
+        tile(&mut html, "Step time", &format!("{} ms", grouped(step * 1e3, 1)), &format!("{share:.1} % waiting"));
         for tier in &memory.tiers {
             tile(
                 &mut html,
@@ -133,49 +117,22 @@ fn memory_section(html: &mut String, memory: &MemoryReport) {
     html.push_str("<section><h2>Memory over one step</h2><p class=\"quiet\">What each tier holds at every tick, in MiB. Point at a column for its numbers.</p>");
     for tier in &memory.tiers {
         let measured = !tier.measured.is_empty();
-        let table = if measured {
-            &tier.measured
-        } else {
-            &tier.predicted
-        };
-        let rows: Vec<(String, usize)> = tier
-            .categories
-            .iter()
-            .map(|name| (name.clone(), colours[name.as_str()]))
-            .collect();
-        let predicted = if measured {
-            TierReport::totals(&tier.predicted)
-        } else {
-            Vec::new()
-        };
-        let _ = write!(
-            html,
-            "<article><h3>{}</h3>{}",
-            escape(tier_name(&tier.tier)),
-            tier_facts(tier)
-        );
+        let table = if measured { &tier.measured } else { &tier.predicted };
+        let rows: Vec<(String, usize)> =
+            tier.categories.iter().map(|name| (name.clone(), colours[name.as_str()])).collect();
+        let predicted = if measured { TierReport::totals(&tier.predicted) } else { Vec::new() };
+        let _ = write!(html, "<article><h3>{}</h3>{}", escape(tier_name(&tier.tier)), tier_facts(tier));
         html.push_str("<div class=\"legend\">");
         for ((name, colour), row) in rows.iter().zip(table) {
             if row.iter().any(|bytes| *bytes > 0) {
-                let _ = write!(
-                    html,
-                    "<span><i style=\"background:var(--c{colour})\"></i>{}</span>",
-                    escape(name)
-                );
+                let _ = write!(html, "<span><i style=\"background:var(--c{colour})\"></i>{}</span>", escape(name));
             }
         }
         if !predicted.is_empty() {
             html.push_str("<span><i class=\"dash\"></i>predicted total</span>");
         }
-        html.push_str(if measured {
-            "</div>"
-        } else {
-            "<span>predicted; not measured</span></div>"
-        });
-        let label = format!(
-            "Bytes of the {} tier by category over the ticks of a step",
-            tier.tier
-        );
+        html.push_str(if measured { "</div>" } else { "<span>predicted; not measured</span></div>" });
+        let label = format!("Bytes of the {} tier by category over the ticks of a step", tier.tier);
         html.push_str(&stacked(&Stack {
             label: &label,
             ticks: &memory.ticks,
@@ -201,10 +158,7 @@ fn tier_name(tier: &str) -> &str {
 
 fn tier_facts(tier: &TierReport) -> String {
     let fact = |name: &str, bytes: u64| format!("{name} <b>{}</b> MiB", mib(bytes));
-    let mut facts = vec![
-        fact("budget", tier.budget_bytes),
-        fact("peak predicted", tier.predicted_peak_bytes),
-    ];
+    let mut facts = vec![fact("budget", tier.budget_bytes), fact("peak predicted", tier.predicted_peak_bytes)];
     if tier.measured_peak_bytes > 0 {
         let mut measured = fact("measured", tier.measured_peak_bytes);
         if tier.predicted_peak_bytes > 0 {
@@ -214,18 +168,12 @@ fn tier_facts(tier: &TierReport) -> String {
         facts.push(measured);
     }
     facts.extend(tier.reserved_bytes.map(|bytes| fact("reserved", bytes)));
-    facts.extend(
-        tier.system_bytes
-            .map(|bytes| fact("seen by the system", bytes)),
-    );
+    facts.extend(tier.system_bytes.map(|bytes| fact("seen by the system", bytes)));
     format!("<p class=\"facts\">{}</p>", facts.join(" · "))
 }
 
 fn steps_section(html: &mut String, run: &Run) {
-    let points = |value: &dyn Fn(&super::progress::StepRecord) -> f64,
-                  name: &str,
-                  places: usize|
-     -> Vec<Point> {
+    let points = |value: &dyn Fn(&super::progress::StepRecord) -> f64, name: &str, places: usize| -> Vec<Point> {
         run.steps
             .iter()
             .map(|step| Point {
@@ -234,11 +182,7 @@ fn steps_section(html: &mut String, run: &Run) {
                 title: format!(
                     "step {}{}\n{name}: {}\nlearning rate: {:.3e}\ngradient norm: {:.4}",
                     step.step,
-                    if step.skipped {
-                        " (update skipped)"
-                    } else {
-                        ""
-                    },
+                    if step.skipped { " (update skipped)" } else { "" },
                     grouped(value(step), places),
                     step.learning_rate,
                     step.grad_norm
@@ -247,20 +191,10 @@ fn steps_section(html: &mut String, run: &Run) {
             .collect()
     };
     html.push_str("<section><h2>Training</h2><article><h3>Loss</h3>");
-    html.push_str(&line(
-        "Loss over the steps",
-        0,
-        &points(&|step| step.loss, "loss", 4),
-        3,
-    ));
+    html.push_str(&line("Loss over the steps", 0, &points(&|step| step.loss, "loss", 4), 3));
     html.push_str("</article><article><h3>Tokens per second</h3>");
     let rate = |step: &super::progress::StepRecord| step.tokens as f64 / step.seconds;
-    html.push_str(&line(
-        "Tokens per second over the steps",
-        2,
-        &points(&rate, "tokens/s", 0),
-        0,
-    ));
+    html.push_str(&line("Tokens per second over the steps", 2, &points(&rate, "tokens/s", 0), 0));
     html.push_str("</article></section>\n");
 }
 
@@ -272,13 +206,7 @@ fn links_section(html: &mut String, memory: &MemoryReport) {
         "<section><h2>Moved per step</h2><article class=\"wide\"><table><thead><tr><th>Link</th><th>Planned, MiB</th>\
          <th>Counted, MiB</th><th>Difference, bytes</th><th>While busy, GB/s</th><th class=\"bar\"></th></tr></thead><tbody>",
     );
-    let most = memory
-        .links
-        .iter()
-        .map(|link| link.counted_bytes_per_step)
-        .max()
-        .unwrap_or(0)
-        .max(1);
+    let most = memory.links.iter().map(|link| link.counted_bytes_per_step).max().unwrap_or(0).max(1);
     for link in &memory.links {
         let counted = link.counted_bytes_per_step;
         let rate = link.busy_seconds_per_step.filter(|seconds| *seconds > 0.0);
@@ -289,10 +217,7 @@ fn links_section(html: &mut String, memory: &MemoryReport) {
             mib(link.planned_bytes_per_step),
             mib(counted),
             grouped(counted as f64 - link.planned_bytes_per_step as f64, 0),
-            rate.map_or("n/a".into(), |seconds| grouped(
-                counted as f64 / seconds / 1e9,
-                2
-            )),
+            rate.map_or("n/a".into(), |seconds| grouped(counted as f64 / seconds / 1e9, 2)),
             100.0 * counted as f64 / most as f64
         );
     }
@@ -328,12 +253,9 @@ fn chunks_section(html: &mut String, memory: &MemoryReport) {
         let matching = |home: Option<&str>| {
             sums.iter()
                 .filter(|((role, at), _)| {
-                    wanted.is_none_or(|wanted| wanted == *role)
-                        && home.is_none_or(|home| home == *at)
+                    wanted.is_none_or(|wanted| wanted == *role) && home.is_none_or(|home| home == *at)
                 })
-                .fold((0, 0), |(chunks, sum), (_, (count, bytes))| {
-                    (chunks + count, sum + bytes)
-                })
+                .fold((0, 0), |(chunks, sum), (_, (count, bytes))| (chunks + count, sum + bytes))
         };
         let mut row = format!("<tr><th>{}</th>", escape(name));
         for home in &homes {
@@ -373,12 +295,7 @@ fn details(html: &mut String, title: &str, value: &Value) {
     }
     let _ = write!(html, "<section><details><summary>{title}</summary><dl>");
     for (name, value) in pairs {
-        let _ = write!(
-            html,
-            "<dt>{}</dt><dd>{}</dd>",
-            escape(&name),
-            escape(&value)
-        );
+        let _ = write!(html, "<dt>{}</dt><dd>{}</dd>", escape(&name), escape(&value));
     }
     html.push_str("</dl></details></section>\n");
 }
@@ -387,11 +304,7 @@ fn flatten(name: &str, value: &Value, pairs: &mut Vec<(String, String)>) {
     match value {
         Value::Object(fields) => {
             for (key, value) in fields {
-                let name = if name.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{name}.{key}")
-                };
+                let name = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
                 flatten(&name, value, pairs);
             }
         }
@@ -422,10 +335,7 @@ mod tests {
                 measured_peak_bytes: 25 << 20,
                 ..TierReport::default()
             }],
-            links: vec![LinkReport {
-                link: "host to device".into(),
-                ..LinkReport::default()
-            }],
+            links: vec![LinkReport { link: "host to device".into(), ..LinkReport::default() }],
             chunks: vec![ChunkReport {
                 group: "block 0".into(),
                 role: "parameter".into(),
@@ -445,10 +355,7 @@ mod tests {
             seconds: 0.1,
             ..StepRecord::default()
         });
-        Run {
-            steps: steps.collect(),
-            ..Run::default()
-        }
+        Run { steps: steps.collect(), ..Run::default() }
     }
 
     #[test]
@@ -465,22 +372,15 @@ mod tests {
         ] {
             assert!(html.contains(part), "{part}");
         }
-        for part in [
-            "<script", "http:", "https:", "src=", "NaN\"", "NaN ", "inf\"",
-        ] {
+        for part in ["<script", "http:", "https:", "src=", "NaN\"", "NaN ", "inf\""] {
             assert!(!html.contains(part), "{part}");
         }
     }
 
     #[test]
     fn any_part_may_be_missing() {
-        let planned = MemoryReport {
-            tiers: vec![TierReport {
-                measured: Vec::new(),
-                ..memory().tiers.remove(0)
-            }],
-            ..memory()
-        };
+        let planned =
+            MemoryReport { tiers: vec![TierReport { measured: Vec::new(), ..memory().tiers.remove(0) }], ..memory() };
         assert!(page("p", None, Some(&planned)).contains("predicted; not measured"));
         assert!(page("p", None, Some(&MemoryReport::default())).ends_with("</html>\n"));
         for losses in [&[][..], &[f64::NAN], &[2.0], &[2.0, 2.0]] {

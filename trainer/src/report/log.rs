@@ -44,12 +44,8 @@ impl RunLog {
             std::fs::create_dir_all(run_dir)?;
             OpenOptions::new().create(true).append(true).open(&path)
         };
-        let file = open().map_err(|error| {
-            Error::Failed(format!(
-                "{} cannot be opened for writing: {error}",
-                path.display()
-            ))
-        })?;
+        let file = open()
+            .map_err(|error| Error::Failed(format!("{} cannot be opened for writing: {error}", path.display())))?;
         let mut log = RunLog { file, path };
         log.line(&Line::Header { run: header })?;
         Ok(log)
@@ -72,17 +68,11 @@ impl RunLog {
     }
 
     fn line(&mut self, line: &Line) -> Result<()> {
-        let failed = |reason: String| {
-            Error::Failed(format!(
-                "{}: a line cannot be written: {reason}",
-                self.path.display()
-            ))
-        };
+        let failed =
+            |reason: String| Error::Failed(format!("{}: a line cannot be written: {reason}", self.path.display()));
         let mut text = serde_json::to_vec(line).map_err(|error| failed(error.to_string()))?;
         text.push(b'\n');
-        self.file
-            .write_all(&text)
-            .map_err(|error| failed(error.to_string()))
+        self.file.write_all(&text).map_err(|error| failed(error.to_string()))
     }
 
     /// Reads the log of a folder; none if there is no such file.
@@ -114,11 +104,7 @@ impl RunLog {
                 }
                 Err(_) if cut && index + 1 == lines.len() => {}
                 Err(error) => {
-                    return Err(Error::Usage(format!(
-                        "{}, line {}: {error}",
-                        path.display(),
-                        index + 1
-                    )));
+                    return Err(Error::Usage(format!("{}, line {}: {error}", path.display(), index + 1)));
                 }
             }
         }
@@ -158,10 +144,8 @@ pub fn write_results(run_dir: &Path, values: &BTreeMap<String, Value>) -> Result
     write_whole(&run_dir.join("train_results.json"), &pretty(values))?;
     let all = run_dir.join("all_results.json");
     // A file of an earlier session that cannot be read any more is replaced.
-    let mut merged: BTreeMap<String, Value> = std::fs::read(&all)
-        .ok()
-        .and_then(|bytes| serde_json::from_slice(&bytes).ok())
-        .unwrap_or_default();
+    let mut merged: BTreeMap<String, Value> =
+        std::fs::read(&all).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
     merged.extend(values.clone());
     write_whole(&all, &pretty(&merged))
 }
@@ -182,13 +166,7 @@ mod tests {
     use serde_json::json;
 
     fn record(step: u64, loss: f64) -> StepRecord {
-        StepRecord {
-            step,
-            loss,
-            tokens: 10,
-            seconds: 0.1,
-            ..StepRecord::default()
-        }
+        StepRecord { step, loss, tokens: 10, seconds: 0.1, ..StepRecord::default() }
     }
 
     #[test]
@@ -234,16 +212,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let all = folder.path().join("all_results.json");
         std::fs::write(&all, "{\"eval_loss\": 2.5, \"epoch\": 1.0}").unwrap();
-        let values = BTreeMap::from([
-            ("train_loss".into(), json!(4.0)),
-            ("epoch".into(), json!(2.0)),
-        ]);
+        let values = BTreeMap::from([("train_loss".into(), json!(4.0)), ("epoch".into(), json!(2.0))]);
         write_results(folder.path(), &values).unwrap();
         let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
-        assert_eq!(
-            read("train_results.json"),
-            "{\n    \"epoch\": 2.0,\n    \"train_loss\": 4.0\n}\n"
-        );
+        assert_eq!(read("train_results.json"), "{\n    \"epoch\": 2.0,\n    \"train_loss\": 4.0\n}\n");
         assert_eq!(
             read("all_results.json"),
             "{\n    \"epoch\": 2.0,\n    \"eval_loss\": 2.5,\n    \"train_loss\": 4.0\n}\n"

@@ -65,9 +65,7 @@ impl TierReport {
     /// Sum over the categories at each tick.
     pub fn totals(table: &[Vec<u64>]) -> Vec<u64> {
         let ticks = table.iter().map(Vec::len).max().unwrap_or(0);
-        (0..ticks)
-            .map(|tick| table.iter().filter_map(|row| row.get(tick)).sum())
-            .collect()
+        (0..ticks).map(|tick| table.iter().filter_map(|row| row.get(tick)).sum()).collect()
     }
 }
 
@@ -104,8 +102,7 @@ impl MemoryReport {
     /// [`Error::Failed`] with path and reason.
     pub fn write(&self, run_dir: &Path) -> Result<()> {
         let path = run_dir.join(FILE);
-        let bytes = serde_json::to_vec(self)
-            .map_err(|error| Error::Failed(format!("{}: {error}", path.display())))?;
+        let bytes = serde_json::to_vec(self).map_err(|error| Error::Failed(format!("{}: {error}", path.display())))?;
         write_whole(&path, &bytes)
     }
 
@@ -121,18 +118,14 @@ impl MemoryReport {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(bad(error.to_string())),
         };
-        let report: MemoryReport =
-            serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
+        let report: MemoryReport = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
         if report.version > VERSION {
-            return Err(bad(format!(
-                "is of version {}, this program reads up to {VERSION}",
-                report.version
-            )));
+            return Err(bad(format!("is of version {}, this program reads up to {VERSION}", report.version)));
         }
         for tier in &report.tiers {
             for (name, table) in [("predicted", &tier.predicted), ("measured", &tier.measured)] {
-                let fits = table.len() == tier.categories.len()
-                    && table.iter().all(|row| row.len() == report.ticks.len());
+                let fits =
+                    table.len() == tier.categories.len() && table.iter().all(|row| row.len() == report.ticks.len());
                 if !table.is_empty() && !fits {
                     return Err(bad(format!(
                         "{name} bytes of tier {} are not {} categories × {} ticks",
@@ -168,10 +161,7 @@ mod tests {
             ..MemoryReport::default()
         };
         report.write(folder.path()).unwrap();
-        assert_eq!(
-            MemoryReport::read(folder.path()).unwrap().as_ref(),
-            Some(&report)
-        );
+        assert_eq!(MemoryReport::read(folder.path()).unwrap().as_ref(), Some(&report));
         report.tiers[0].measured[0].pop();
         report.write(folder.path()).unwrap();
         let message = MemoryReport::read(folder.path()).unwrap_err().to_string();

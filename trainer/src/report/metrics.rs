@@ -54,16 +54,9 @@ impl TrainMetrics {
 
 /// A metrics block in Hugging Face's form: keys sorted and padded to the longest, values right-aligned.
 pub fn block(split: &str, values: &BTreeMap<String, Value>) -> String {
-    let shown: Vec<(&String, String)> = values
-        .iter()
-        .map(|(key, value)| (key, shown(key, value)))
-        .collect();
+    let shown: Vec<(&String, String)> = values.iter().map(|(key, value)| (key, shown(key, value))).collect();
     let keys = shown.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
-    let width = shown
-        .iter()
-        .map(|(_, value)| value.len())
-        .max()
-        .unwrap_or(0);
+    let width = shown.iter().map(|(_, value)| value.len()).max().unwrap_or(0);
     let mut text = format!("***** {split} metrics *****\n");
     for (key, value) in shown {
         text.push_str(&format!("  {key:<keys$} = {value:>width$}\n"));
@@ -96,12 +89,7 @@ pub fn duration(seconds: f64) -> String {
         1 => "1 day, ".into(),
         days => format!("{days} days, "),
     };
-    format!(
-        "{days}{}:{:02}:{:02}.{centi:02}",
-        rest / 3600,
-        rest / 60 % 60,
-        rest % 60
-    )
+    format!("{days}{}:{:02}:{:02}.{centi:02}", rest / 3600, rest / 60 % 60, rest % 60)
 }
 
 /// What is said before training.
@@ -163,26 +151,18 @@ pub fn model_params(parameters: u64) -> String {
     let shown = UNITS
         .iter()
         .find(|(unit, _)| parameters >= *unit)
-        .map_or(parameters.to_string(), |(unit, name)| {
-            format!("{:.2} {name}", parameters as f64 / *unit as f64)
-        });
+        .map_or(parameters.to_string(), |(unit, name)| format!("{:.2} {name}", parameters as f64 / *unit as f64));
     format!("Model params: {shown}")
 }
 
 /// ColossalAI's line after the model is built; its MB are MiB.
 pub fn booster_init_cuda(peak_bytes: u64) -> String {
-    format!(
-        "Booster init max CUDA memory: {} MB",
-        colossal_mb(peak_bytes)
-    )
+    format!("Booster init max CUDA memory: {} MB", colossal_mb(peak_bytes))
 }
 
 /// The same for the process's peak resident memory.
 pub fn booster_init_cpu(peak_bytes: u64) -> String {
-    format!(
-        "Booster init max CPU memory: {} MB",
-        colossal_mb(peak_bytes)
-    )
+    format!("Booster init max CPU memory: {} MB", colossal_mb(peak_bytes))
 }
 
 /// ColossalAI's last line.
@@ -308,13 +288,9 @@ mod tests {
 
     #[test]
     fn python_floats() {
-        for (value, text) in [
-            (1e16, "1e+16"),
-            (123456.0, "123456.0"),
-            (1e-4, "0.0001"),
-            (1.5e-5, "1.5e-05"),
-            (-0.25, "-0.25"),
-        ] {
+        for (value, text) in
+            [(1e16, "1e+16"), (123456.0, "123456.0"), (1e-4, "0.0001"), (1.5e-5, "1.5e-05"), (-0.25, "-0.25")]
+        {
             assert_eq!(python_float(value), text);
         }
     }
@@ -323,14 +299,8 @@ mod tests {
     fn colossal_lines() {
         assert_eq!(model_params(6_738_415_616), "Model params: 6.28 B");
         assert_eq!(model_params(1_071_681_536), "Model params: 1022.04 M");
-        assert_eq!(
-            booster_init_cuda(1_597_914_153),
-            "Booster init max CUDA memory: 1523.89 MB"
-        );
-        assert_eq!(
-            booster_init_cpu(1 << 20),
-            "Booster init max CPU memory: 1.00 MB"
-        );
+        assert_eq!(booster_init_cuda(1_597_914_153), "Booster init max CUDA memory: 1523.89 MB");
+        assert_eq!(booster_init_cpu(1 << 20), "Booster init max CPU memory: 1.00 MB");
         assert_eq!(max_cuda_usage(0), "Max CUDA memory usage: 0.00 MB");
     }
 

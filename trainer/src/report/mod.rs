@@ -47,17 +47,11 @@ pub fn main(run_dir: &Path) -> Result<()> {
         .and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()))
         .unwrap_or_else(|| "run".into());
     let page = run_dir.join(PAGE);
-    write_whole(
-        &page,
-        html::page(&title, log.as_ref(), memory.as_ref()).as_bytes(),
-    )?;
+    write_whole(&page, html::page(&title, log.as_ref(), memory.as_ref()).as_bytes())?;
     let mut text = summary(log.as_ref(), memory.as_ref());
     let _ = writeln!(text, "\nThe page: {}", page.display());
     use std::io::Write;
-    std::io::stdout()
-        .lock()
-        .write_all(text.as_bytes())
-        .map_err(|error| Error::Failed(format!("cannot print: {error}")))
+    std::io::stdout().lock().write_all(text.as_bytes()).map_err(|error| Error::Failed(format!("cannot print: {error}")))
 }
 
 /// A run in a screenful of text.
@@ -75,18 +69,13 @@ pub fn summary(log: Option<&log::Run>, memory: Option<&MemoryReport>) -> String 
             first.loss,
             last.loss,
             skipped,
-            run.tokens_per_second()
-                .map_or("n/a".into(), |rate| format!("{rate:.0}")),
+            run.tokens_per_second().map_or("n/a".into(), |rate| format!("{rate:.0}")),
         );
     }
     let Some(memory) = memory else {
         return text;
     };
-    let _ = writeln!(
-        text,
-        "\nMemory of rank {} of {} (MiB)",
-        memory.rank, memory.world
-    );
+    let _ = writeln!(text, "\nMemory of rank {} of {} (MiB)", memory.rank, memory.world);
     let _ = writeln!(
         text,
         "  {:<8}{:>12}{:>16}{:>15}{:>12}{:>16}",
@@ -146,17 +135,10 @@ fn status_bytes(name: &str) -> Option<u64> {
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     use std::io::Write;
     let failed = |error: std::io::Error| {
-        Error::Failed(format!(
-            "{}: {} bytes cannot be written: {error}",
-            path.display(),
-            bytes.len()
-        ))
+        Error::Failed(format!("{}: {} bytes cannot be written: {error}", path.display(), bytes.len()))
     };
-    let folder = path
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty());
-    let mut file =
-        tempfile::NamedTempFile::new_in(folder.unwrap_or(Path::new("."))).map_err(failed)?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let mut file = tempfile::NamedTempFile::new_in(folder.unwrap_or(Path::new("."))).map_err(failed)?;
     file.write_all(bytes).map_err(failed)?;
     // Temporary files are private; a report is as readable as any other output of the run.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o644);

@@ -125,26 +125,14 @@ impl Progress {
             bar.set_position(done);
             Place::Bar(bar)
         } else {
-            Place::Lines {
-                every: logging_steps.max(1),
-            }
+            Place::Lines { every: logging_steps.max(1) }
         };
-        Progress {
-            place,
-            rate: Rate::default(),
-            total_steps,
-            budgets,
-        }
+        Progress { place, rate: Rate::default(), total_steps, budgets }
     }
 
     /// The other ranks': shows nothing, keeps the rate.
     pub fn quiet(total_steps: u64) -> Progress {
-        Progress {
-            place: Place::Nowhere,
-            rate: Rate::default(),
-            total_steps,
-            budgets: Budgets::default(),
-        }
+        Progress { place: Place::Nowhere, rate: Rate::default(), total_steps, budgets: Budgets::default() }
     }
 
     /// The rate so far.
@@ -162,12 +150,7 @@ impl Progress {
             }
             Place::Lines { every } => {
                 if record.step.is_multiple_of(*every) || record.step == self.total_steps {
-                    let line = format!(
-                        "step {}/{} · {}\n",
-                        record.step,
-                        self.total_steps,
-                        self.line(record)
-                    );
+                    let line = format!("step {}/{} · {}\n", record.step, self.total_steps, self.line(record));
                     // Progress that nobody can read any more is no reason to stop training.
                     let _ = std::io::stderr().lock().write_all(line.as_bytes());
                 }
@@ -215,11 +198,7 @@ impl Progress {
             ("nvme", record.nvme_bytes, self.budgets.nvme),
         ] {
             if budget > 0 {
-                parts.push(format!(
-                    "{tier} {}/{} MiB",
-                    style::mib(used),
-                    style::mib(budget)
-                ));
+                parts.push(format!("{tier} {}/{} MiB", style::mib(used), style::mib(budget)));
             }
         }
         let left = self.total_steps.saturating_sub(record.step);
@@ -260,17 +239,8 @@ mod tests {
 
     #[test]
     fn a_line_names_everything() {
-        let budgets = Budgets {
-            device: 128 << 20,
-            host: 1 << 30,
-            nvme: 0,
-        };
-        let mut progress = Progress {
-            place: Place::Nowhere,
-            rate: Rate::default(),
-            total_steps: 10,
-            budgets,
-        };
+        let budgets = Budgets { device: 128 << 20, host: 1 << 30, nvme: 0 };
+        let mut progress = Progress { place: Place::Nowhere, rate: Rate::default(), total_steps: 10, budgets };
         let record = StepRecord {
             step: 4,
             epoch: 0.4,
