@@ -62,20 +62,18 @@ pub struct BlockOptions {
 
 impl Default for BlockOptions {
     fn default() -> Self {
-        BlockOptions {
-            rung: None,
-            checksums: true,
-            checksums_count: 16384,
-        }
+        BlockOptions { rung: None, checksums: true, checksums_count: 16384 }
     }
 }
 
 /// A nameless file of fixed size.
 pub struct BlockFile {
-    // Queues before workers before file: the order in which they may drop.
+    // Queues before workers: the order in which they may drop.
     reads: Mutex<Box<dyn Queue>>,
     writes: Mutex<Box<dyn Queue>>,
     _workers: Option<Workers>,
+    /// To do to the file what a bad disk would.
+    #[cfg(test)]
     file: Arc<File>,
     path: PathBuf,
     bytes: u64,
@@ -107,33 +105,26 @@ impl BlockFile {
                         reads: Mutex::new(reads),
                         writes: Mutex::new(writes),
                         _workers: workers,
+                        #[cfg(test)]
                         file,
                         path,
                         bytes,
                         rung,
                         registered: AtomicBool::new(false),
                         refused,
-                        checksums: options
-                            .checksums
-                            .then(|| Mutex::new(Checksums::new(options.checksums_count))),
+                        checksums: options.checksums.then(|| Mutex::new(Checksums::new(options.checksums_count))),
                     });
                 }
                 Err(error) => refused.push((rung, error.to_string())),
             }
         }
-        let tried: Vec<String> = refused
-            .iter()
-            .map(|(rung, why)| format!("{}: {why}", rung.name()))
-            .collect();
+        let tried: Vec<String> = refused.iter().map(|(rung, why)| format!("{}: {why}", rung.name())).collect();
         Err(Error::File {
             path,
             call: "probe",
             offset: 0,
             bytes: BLOCK_BYTES,
-            reason: format!(
-                "no way of driving the file works ({}); choose a folder on another disk",
-                tried.join("; ")
-            ),
+            reason: format!("no way of driving the file works ({}); choose a folder on another disk", tried.join("; ")),
         })
     }
 
@@ -164,9 +155,7 @@ impl BlockFile {
     /// The memory stays mapped for as long as the file lives.
     pub(crate) unsafe fn register(&self, base: *mut u8, bytes: u64) {
         // SAFETY: passed on to the caller.
-        let both = unsafe {
-            self.reads.lock().register(base, bytes) && self.writes.lock().register(base, bytes)
-        };
+        let both = unsafe { self.reads.lock().register(base, bytes) && self.writes.lock().register(base, bytes) };
         self.registered.store(both, Ordering::Relaxed);
     }
 
@@ -180,30 +169,13 @@ impl BlockFile {
     /// If offset, length or address are not whole blocks or the span lies outside of the file.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let bytes = out.len() as u64;
-        let transfer = Transfer {
-            write: false,
-            address: out.as_mut_ptr(),
-            bytes,
-            offset,
-        };
+        let transfer = Transfer { write: false, address: out.as_mut_ptr(), bytes, offset };
         self.check(&transfer);
         // SAFETY: `out` is borrowed for the whole call, which returns only when no request is in flight.
         let result = unsafe { queue::carry_out(self.reads.lock().as_mut(), transfer) };
-        result.map_err(|(piece, error)| {
-            failure(
-                &self.path,
-                "read",
-                piece.offset,
-                u64::from(piece.bytes),
-                &error,
-            )
-        })?;
-        let Some(checksums) = &self.checksums else {
-            return Ok(());
-        };
-        let Some(written) = checksums.lock().get(offset, bytes) else {
-            return Ok(());
-        };
+        result.map_err(|(piece, error)| failure(&self.path, "read", piece.offset, u64::from(piece.bytes), &error))?;
+        let Some(checksums) = &self.checksums else { return Ok(()) };
+        let Some(written) = checksums.lock().get(offset, bytes) else { return Ok(()) };
         let read = checksums::of(out);
         if read != written {
             return Err(Error::File {
@@ -229,12 +201,7 @@ impl BlockFile {
     /// If offset, length or address are not whole blocks or the span lies outside of the file.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let length = bytes.len() as u64;
-        let transfer = Transfer {
-            write: true,
-            address: bytes.as_ptr().cast_mut(),
-            bytes: length,
-            offset,
-        };
+        let transfer = Transfer { write: true, address: bytes.as_ptr().cast_mut(), bytes: length, offset };
         self.check(&transfer);
         if let Some(checksums) = &self.checksums {
             checksums.lock().forget(offset, length);
@@ -242,15 +209,7 @@ impl BlockFile {
         // SAFETY: `bytes` is borrowed for the whole call, which returns only when no request is in flight;
         // a write only reads it.
         let result = unsafe { queue::carry_out(self.writes.lock().as_mut(), transfer) };
-        result.map_err(|(piece, error)| {
-            failure(
-                &self.path,
-                "write",
-                piece.offset,
-                u64::from(piece.bytes),
-                &error,
-            )
-        })?;
+        result.map_err(|(piece, error)| failure(&self.path, "write", piece.offset, u64::from(piece.bytes), &error))?;
         if let Some(checksums) = &self.checksums {
             let sum = checksums::of(bytes);
             checksums.lock().keep(offset, length, sum);
@@ -260,27 +219,11 @@ impl BlockFile {
 
     #[track_caller]
     fn check(&self, transfer: &Transfer) {
-        let Transfer {
-            address,
-            bytes,
-            offset,
-            ..
-        } = *transfer;
-        let whole = [offset, bytes, address.addr() as u64]
-            .iter()
-            .all(|n| n.is_multiple_of(BLOCK_BYTES));
-        assert!(
-            whole,
-            "file transfer of {bytes} bytes at offset {offset}, address {address:p}: not whole blocks"
-        );
-        let inside = offset
-            .checked_add(bytes)
-            .is_some_and(|end| end <= self.bytes);
-        assert!(
-            inside,
-            "file transfer of {bytes} bytes at {offset} in a file of {} bytes",
-            self.bytes
-        );
+        let Transfer { address, bytes, offset, .. } = *transfer;
+        let whole = [offset, bytes, address.addr() as u64].iter().all(|n| n.is_multiple_of(BLOCK_BYTES));
+        assert!(whole, "file transfer of {bytes} bytes at offset {offset}, address {address:p}: not whole blocks");
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        assert!(inside, "file transfer of {bytes} bytes at {offset} in a file of {} bytes", self.bytes);
     }
 }
 
@@ -295,12 +238,8 @@ fn open_nameless(folder: &Path) -> Result<(File, PathBuf)> {
     }
     // A file system without nameless files: unlinked right after it is opened.
     let refused = |call, error: rustix::io::Errno| failure(&path, call, 0, 0, &error.into());
-    let file = rustix::fs::open(
-        &path,
-        flags | OFlags::CREATE | OFlags::EXCL,
-        Mode::RUSR | Mode::WUSR,
-    )
-    .map_err(|e| refused("open", e))?;
+    let file = rustix::fs::open(&path, flags | OFlags::CREATE | OFlags::EXCL, Mode::RUSR | Mode::WUSR)
+        .map_err(|e| refused("open", e))?;
     rustix::fs::unlink(&path).map_err(|e| refused("unlink", e))?;
     Ok((file.into(), path))
 }
@@ -333,12 +272,10 @@ fn take(file: &File, path: &Path, bytes: u64) -> Result<()> {
     let mut offset = 0;
     while offset < bytes {
         let piece = (zeros.len() as u64).min(bytes - offset);
-        file.write_all_at(&zeros[..piece as usize], offset)
-            .map_err(|e| failure(path, "write", offset, piece, &e))?;
+        file.write_all_at(&zeros[..piece as usize], offset).map_err(|e| failure(path, "write", offset, piece, &e))?;
         offset += piece;
     }
-    file.sync_data()
-        .map_err(|e| failure(path, "fdatasync", 0, bytes, &e))
+    file.sync_data().map_err(|e| failure(path, "fdatasync", 0, bytes, &e))
 }
 
 type Driven = (Box<dyn Queue>, Box<dyn Queue>, Option<Workers>);
@@ -347,14 +284,7 @@ type Driven = (Box<dyn Queue>, Box<dyn Queue>, Option<Workers>);
 fn drive(file: &Arc<File>, rung: Rung) -> io::Result<Driven> {
     let direct = matches!(rung, Rung::Ring | Rung::Direct);
     let flags = rustix::fs::fcntl_getfl(&**file)?;
-    rustix::fs::fcntl_setfl(
-        &**file,
-        if direct {
-            flags | OFlags::DIRECT
-        } else {
-            flags - OFlags::DIRECT
-        },
-    )?;
+    rustix::fs::fcntl_setfl(&**file, if direct { flags | OFlags::DIRECT } else { flags - OFlags::DIRECT })?;
     let mut driven: Driven = match rung {
         Rung::Ring => {
             let ring = || RingQueue::new(Arc::clone(file));
@@ -366,11 +296,7 @@ fn drive(file: &Arc<File>, rung: Rung) -> io::Result<Driven> {
         }
         Rung::Mapped => {
             let map = Arc::new(memmap2::MmapRaw::map_raw(&**file)?);
-            (
-                Box::new(MapQueue::new(Arc::clone(&map))),
-                Box::new(MapQueue::new(map)),
-                None,
-            )
+            (Box::new(MapQueue::new(Arc::clone(&map))), Box::new(MapQueue::new(map)), None)
         }
     };
     #[repr(align(4096))]
@@ -378,19 +304,11 @@ fn drive(file: &Arc<File>, rung: Rung) -> io::Result<Driven> {
     let mut block = Block([0xA5; BLOCK_BYTES as usize]);
     let mut there_and_back = |write| {
         let address = block.0.as_mut_ptr();
-        let transfer = Transfer {
-            write,
-            address,
-            bytes: BLOCK_BYTES,
-            offset: 0,
-        };
+        let transfer = Transfer { write, address, bytes: BLOCK_BYTES, offset: 0 };
         let queue = if write { &mut driven.1 } else { &mut driven.0 };
         // SAFETY: the block outlives the call, which returns only when no request is in flight.
         let result = unsafe { queue::carry_out(queue.as_mut(), transfer) };
-        block
-            .0
-            .iter_mut()
-            .for_each(|byte| *byte ^= if write { 0xFF } else { 0 });
+        block.0.iter_mut().for_each(|byte| *byte ^= if write { 0xFF } else { 0 });
         result.map_err(|(_, error)| error)
     };
     there_and_back(true)?;
@@ -405,25 +323,13 @@ fn drive(file: &Arc<File>, rung: Rung) -> io::Result<Driven> {
 fn failure(path: &Path, call: &'static str, offset: u64, bytes: u64, error: &io::Error) -> Error {
     use io::ErrorKind as Kind;
     let hint = match error.kind() {
-        Kind::StorageFull | Kind::QuotaExceeded => {
-            "; give a smaller NVMe budget, free space, or choose another folder"
-        }
-        Kind::FileTooLarge => {
-            "; raise the file size limit (ulimit -f) or give a smaller NVMe budget"
-        }
-        Kind::ReadOnlyFilesystem | Kind::PermissionDenied => {
-            "; choose a folder that this user may write"
-        }
+        Kind::StorageFull | Kind::QuotaExceeded => "; give a smaller NVMe budget, free space, or choose another folder",
+        Kind::FileTooLarge => "; raise the file size limit (ulimit -f) or give a smaller NVMe budget",
+        Kind::ReadOnlyFilesystem | Kind::PermissionDenied => "; choose a folder that this user may write",
         Kind::NotFound | Kind::NotADirectory => "; the folder must exist",
         _ => "",
     };
-    Error::File {
-        path: path.to_path_buf(),
-        call,
-        offset,
-        bytes,
-        reason: format!("{error}{hint}"),
-    }
+    Error::File { path: path.to_path_buf(), call, offset, bytes, reason: format!("{error}{hint}") }
 }
 
 #[cfg(test)]

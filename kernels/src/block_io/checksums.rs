@@ -22,17 +22,12 @@ pub(super) struct Checksums {
 impl Checksums {
     /// Room for `count` spans, taken now.
     pub(super) fn new(count: usize) -> Checksums {
-        Checksums {
-            entries: Vec::with_capacity(count),
-        }
+        Checksums { entries: Vec::with_capacity(count) }
     }
 
     /// The checksum of exactly this span.
     pub(super) fn get(&self, offset: u64, bytes: u64) -> Option<u64> {
-        let index = self
-            .entries
-            .binary_search_by_key(&offset, |entry| entry.offset)
-            .ok()?;
+        let index = self.entries.binary_search_by_key(&offset, |entry| entry.offset).ok()?;
         let entry = self.entries[index];
         (entry.bytes == bytes).then_some(entry.sum)
     }
@@ -40,15 +35,9 @@ impl Checksums {
     /// The span is about to be written: what overlaps it is known no more. The entry of the very span stays
     /// in place, its checksum to be replaced by [`Checksums::keep`].
     pub(super) fn forget(&mut self, offset: u64, bytes: u64) {
-        let first = self
-            .entries
-            .partition_point(|entry| entry.offset + entry.bytes <= offset);
-        let behind = self
-            .entries
-            .partition_point(|entry| entry.offset < offset + bytes);
-        let same = behind == first + 1
-            && self.entries[first].offset == offset
-            && self.entries[first].bytes == bytes;
+        let first = self.entries.partition_point(|entry| entry.offset + entry.bytes <= offset);
+        let behind = self.entries.partition_point(|entry| entry.offset < offset + bytes);
+        let same = behind == first + 1 && self.entries[first].offset == offset && self.entries[first].bytes == bytes;
         if first < behind && !same {
             self.entries.drain(first..behind);
         }
@@ -56,10 +45,7 @@ impl Checksums {
 
     /// The span was written after [`Checksums::forget`]. Does nothing if the table is full.
     pub(super) fn keep(&mut self, offset: u64, bytes: u64, sum: u64) {
-        match self
-            .entries
-            .binary_search_by_key(&offset, |entry| entry.offset)
-        {
+        match self.entries.binary_search_by_key(&offset, |entry| entry.offset) {
             Ok(index) => self.entries[index] = Entry { offset, bytes, sum },
             Err(index) if bytes > 0 && self.entries.len() < self.entries.capacity() => {
                 self.entries.insert(index, Entry { offset, bytes, sum });
@@ -83,19 +69,11 @@ mod tests {
         write(&mut sums, 0, 10, 1);
         write(&mut sums, 20, 10, 2);
         write(&mut sums, 10, 10, 3);
-        assert_eq!(
-            [sums.get(0, 10), sums.get(10, 10), sums.get(20, 10)],
-            [Some(1), Some(3), Some(2)]
-        );
+        assert_eq!([sums.get(0, 10), sums.get(10, 10), sums.get(20, 10)], [Some(1), Some(3), Some(2)]);
         assert_eq!([sums.get(0, 9), sums.get(1, 9)], [None, None]);
         write(&mut sums, 5, 10, 4);
         assert_eq!(
-            [
-                sums.get(0, 10),
-                sums.get(10, 10),
-                sums.get(5, 10),
-                sums.get(20, 10)
-            ],
+            [sums.get(0, 10), sums.get(10, 10), sums.get(5, 10), sums.get(20, 10)],
             [None, None, Some(4), Some(2)]
         );
         write(&mut sums, 5, 10, 5);

@@ -82,19 +82,14 @@ impl Drop for InFlight {
 ///
 /// # Safety
 /// `transfer`'s memory is valid for the duration of the call: to read for writes, to write for reads.
-pub(super) unsafe fn carry_out(
-    queue: &mut dyn Queue,
-    transfer: Transfer,
-) -> Result<(), (Piece, io::Error)> {
+pub(super) unsafe fn carry_out(queue: &mut dyn Queue, transfer: Transfer) -> Result<(), (Piece, io::Error)> {
     let mut slots: [Option<Piece>; DEPTH] = [None; DEPTH];
     let mut in_flight = InFlight(0);
     let mut issued = 0;
     let mut failed = None;
     loop {
         while failed.is_none() && issued < transfer.bytes {
-            let Some(tag) = slots.iter().position(Option::is_none) else {
-                break;
-            };
+            let Some(tag) = slots.iter().position(Option::is_none) else { break };
             let bytes = PIECE_BYTES.min(transfer.bytes - issued);
             let piece = Piece {
                 write: transfer.write,
@@ -112,29 +107,17 @@ pub(super) unsafe fn carry_out(
             return failed.map_or(Ok(()), Err);
         }
         let (tag, result) = queue.reap();
-        let Some(piece) = slots[tag].take() else {
-            panic!("completion {tag} of no request")
-        };
+        let Some(piece) = slots[tag].take() else { panic!("completion {tag} of no request") };
         in_flight.0 -= 1;
         let rest = match result {
-            Ok(0) => Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "nothing was transferred: the file is shorter",
-            )),
+            Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "nothing was transferred: the file is shorter")),
             Ok(done) => Ok(Piece {
                 address: piece.address.wrapping_add(done),
                 bytes: piece.bytes - done as u32,
                 offset: piece.offset + done as u64,
                 ..piece
             }),
-            Err(e)
-                if matches!(
-                    e.kind(),
-                    io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
-                ) =>
-            {
-                Ok(piece)
-            }
+            Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => Ok(piece),
             Err(e) => Err(e),
         };
         match rest {
@@ -160,11 +143,7 @@ pub(super) struct RingQueue {
 
 impl RingQueue {
     pub(super) fn new(file: Arc<File>) -> io::Result<RingQueue> {
-        Ok(RingQueue {
-            ring: IoUring::new(2 * DEPTH as u32)?,
-            file,
-            registered: None,
-        })
+        Ok(RingQueue { ring: IoUring::new(2 * DEPTH as u32)?, file, registered: None })
     }
 
     /// Index of the registered buffer in which the whole piece lies.
@@ -180,32 +159,16 @@ impl RingQueue {
 impl Queue for RingQueue {
     unsafe fn submit(&mut self, tag: usize, piece: Piece) {
         let file = types::Fd(self.file.as_raw_fd());
-        let Piece {
-            write,
-            address,
-            bytes,
-            offset,
-        } = piece;
+        let Piece { write, address, bytes, offset } = piece;
         let entry = match (write, self.buffer(&piece)) {
-            (false, Some(index)) => opcode::ReadFixed::new(file, address, bytes, index)
-                .offset(offset)
-                .build(),
-            (true, Some(index)) => opcode::WriteFixed::new(file, address, bytes, index)
-                .offset(offset)
-                .build(),
-            (false, None) => opcode::Read::new(file, address, bytes)
-                .offset(offset)
-                .build(),
-            (true, None) => opcode::Write::new(file, address, bytes)
-                .offset(offset)
-                .build(),
+            (false, Some(index)) => opcode::ReadFixed::new(file, address, bytes, index).offset(offset).build(),
+            (true, Some(index)) => opcode::WriteFixed::new(file, address, bytes, index).offset(offset).build(),
+            (false, None) => opcode::Read::new(file, address, bytes).offset(offset).build(),
+            (true, None) => opcode::Write::new(file, address, bytes).offset(offset).build(),
         };
         // SAFETY: the caller keeps the memory valid until the completion; the file is open as long as `self`.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(tag as u64)) };
-        assert!(
-            pushed.is_ok(),
-            "the ring has room for every request in flight"
-        );
+        assert!(pushed.is_ok(), "the ring has room for every request in flight");
     }
 
     fn reap(&mut self) -> (usize, io::Result<usize>) {
@@ -215,12 +178,7 @@ impl Queue for RingQueue {
             if waiting || !self.ring.submission().is_empty() {
                 match self.ring.submit_and_wait(usize::from(waiting)) {
                     Ok(_) => {}
-                    Err(e)
-                        if matches!(
-                            e.raw_os_error(),
-                            Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)
-                        ) =>
-                    {
+                    Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {
                         std::thread::yield_now();
                     }
                     // Requests may be in flight, so this cannot be returned as an error; see `InFlight`.
@@ -274,22 +232,14 @@ impl Workers {
         let (jobs, next) = bounded::<Job>(2 * DEPTH);
         let queue = || {
             let (done, finished) = bounded(DEPTH);
-            WorkerQueue {
-                jobs: jobs.clone(),
-                done,
-                finished,
-            }
+            WorkerQueue { jobs: jobs.clone(), done, finished }
         };
         let queues = (queue(), queue());
-        let mut workers = Workers {
-            threads: Vec::new(),
-        };
+        let mut workers = Workers { threads: Vec::new() };
         for index in 0..WORKERS {
             let (file, next) = (Arc::clone(file), next.clone());
             let thread = std::thread::Builder::new().name(format!("castor-file-{index}"));
-            workers
-                .threads
-                .push(thread.spawn(move || work(&file, &next))?);
+            workers.threads.push(thread.spawn(move || work(&file, &next))?);
         }
         Ok((queues.0, queues.1, workers))
     }
@@ -309,16 +259,10 @@ fn work(file: &File, next: &Receiver<Job>) {
         let bytes = piece.bytes as usize;
         let result = if piece.write {
             // SAFETY: the submitter keeps the memory valid until it has the completion sent below.
-            file.write_at(
-                unsafe { std::slice::from_raw_parts(piece.address, bytes) },
-                piece.offset,
-            )
+            file.write_at(unsafe { std::slice::from_raw_parts(piece.address, bytes) }, piece.offset)
         } else {
             // SAFETY: as above, and nobody else uses the memory meanwhile.
-            file.read_at(
-                unsafe { std::slice::from_raw_parts_mut(piece.address, bytes) },
-                piece.offset,
-            )
+            file.read_at(unsafe { std::slice::from_raw_parts_mut(piece.address, bytes) }, piece.offset)
         };
         // The submitter waits for every completion, so there is always somebody to send to.
         let _ = done.send((tag, result));
@@ -334,11 +278,7 @@ pub(super) struct WorkerQueue {
 
 impl Queue for WorkerQueue {
     unsafe fn submit(&mut self, tag: usize, piece: Piece) {
-        let sent = self.jobs.send(Job {
-            tag,
-            piece,
-            done: self.done.clone(),
-        });
+        let sent = self.jobs.send(Job { tag, piece, done: self.done.clone() });
         assert!(sent.is_ok(), "the file's threads are gone: they panicked");
     }
 
@@ -358,36 +298,25 @@ pub(super) struct MapQueue {
 
 impl MapQueue {
     pub(super) fn new(map: Arc<memmap2::MmapRaw>) -> MapQueue {
-        MapQueue {
-            map,
-            finished: VecDeque::with_capacity(DEPTH),
-        }
+        MapQueue { map, finished: VecDeque::with_capacity(DEPTH) }
     }
 }
 
 impl Queue for MapQueue {
     unsafe fn submit(&mut self, tag: usize, piece: Piece) {
         let bytes = piece.bytes as usize;
-        assert!(
-            piece.offset as usize + bytes <= self.map.len(),
-            "a piece lies inside of the file"
-        );
+        assert!(piece.offset as usize + bytes <= self.map.len(), "a piece lies inside of the file");
         // SAFETY: the map is as long as the file, which contains the piece (checked).
         let place = unsafe { self.map.as_mut_ptr().add(piece.offset as usize) };
-        let (from, to) = if piece.write {
-            (piece.address.cast_const(), place)
-        } else {
-            (place.cast_const(), piece.address)
-        };
+        let (from, to) =
+            if piece.write { (piece.address.cast_const(), place) } else { (place.cast_const(), piece.address) };
         // SAFETY: the caller vouches for the memory, the check above for the map; they are different maps.
         unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
         self.finished.push_back((tag, bytes));
     }
 
     fn reap(&mut self) -> (usize, io::Result<usize>) {
-        let Some((tag, bytes)) = self.finished.pop_front() else {
-            panic!("reaped without a request")
-        };
+        let Some((tag, bytes)) = self.finished.pop_front() else { panic!("reaped without a request") };
         (tag, Ok(bytes))
     }
 }

@@ -11,11 +11,7 @@ impl Aligned {
     fn new(bytes: usize) -> Aligned {
         let memory = vec![0; bytes + BLOCK_BYTES as usize];
         let start = memory.as_ptr().align_offset(BLOCK_BYTES as usize);
-        Aligned {
-            memory,
-            start,
-            bytes,
-        }
+        Aligned { memory, start, bytes }
     }
 
     fn random(bytes: usize, seed: u64) -> Aligned {
@@ -37,10 +33,7 @@ fn folder() -> tempfile::TempDir {
 
 /// The file on `rung`, or None (said aloud) where this machine does not have it.
 fn on(rung: Rung, folder: &Path, bytes: u64) -> Option<BlockFile> {
-    let options = BlockOptions {
-        rung: Some(rung),
-        ..BlockOptions::default()
-    };
+    let options = BlockOptions { rung: Some(rung), ..BlockOptions::default() };
     match BlockFile::create(folder, bytes, &options) {
         Ok(file) => Some(file),
         Err(error) => {
@@ -54,9 +47,7 @@ fn on(rung: Rung, folder: &Path, bytes: u64) -> Option<BlockFile> {
 fn every_rung_brings_back_what_was_written() {
     let folder = folder();
     for rung in Rung::ALL {
-        let Some(file) = on(rung, folder.path(), 16 << 20) else {
-            continue;
-        };
+        let Some(file) = on(rung, folder.path(), 16 << 20) else { continue };
         assert_eq!(file.rung(), rung);
         // One block, a piece less a block, pieces and a bit, more pieces than are in flight at once.
         let mut offset = 0;
@@ -69,20 +60,14 @@ fn every_rung_brings_back_what_was_written() {
             assert!(written.all() == read.all(), "{rung:?}: {blocks} blocks");
             offset += if blocks < 600 { bytes as u64 } else { 0 };
         }
-        assert_eq!(
-            std::fs::read_dir(folder.path()).expect("list").count(),
-            0,
-            "{rung:?} left a name behind"
-        );
+        assert_eq!(std::fs::read_dir(folder.path()).expect("list").count(), 0, "{rung:?} left a name behind");
     }
 }
 
 #[test]
 fn registered_memory_brings_back_what_was_written() {
     let folder = folder();
-    let Some(file) = on(Rung::Ring, folder.path(), 8 << 20) else {
-        return;
-    };
+    let Some(file) = on(Rung::Ring, folder.path(), 8 << 20) else { return };
     let mut memory = Aligned::random(8 << 20, 3);
     let expected = memory.all()[..4 << 20].to_vec();
     // SAFETY: the memory outlives the file, which is dropped below.
@@ -102,9 +87,7 @@ fn registered_memory_brings_back_what_was_written() {
 fn reads_and_writes_run_beside_each_other() {
     let folder = folder();
     for rung in Rung::ALL {
-        let Some(file) = on(rung, folder.path(), 8 << 20) else {
-            continue;
-        };
+        let Some(file) = on(rung, folder.path(), 8 << 20) else { continue };
         let half = 4 << 20;
         let mut first = Aligned::random(half, 1);
         let mut second = Aligned::random(half, 2);
@@ -132,25 +115,15 @@ fn changed_data_is_an_error_unless_checksums_are_off() {
     use std::os::unix::fs::FileExt;
     let folder = folder();
     for checksums in [true, false] {
-        let options = BlockOptions {
-            rung: Some(Rung::Buffered),
-            checksums,
-            ..BlockOptions::default()
-        };
-        let file = BlockFile::create(folder.path(), 1 << 16, &options)
-            .expect("buffered files work everywhere");
+        let options = BlockOptions { rung: Some(Rung::Buffered), checksums, ..BlockOptions::default() };
+        let file = BlockFile::create(folder.path(), 1 << 16, &options).expect("buffered files work everywhere");
         let mut memory = Aligned::random(8192, 1);
         file.write(4096, memory.all()).expect("write");
-        file.file
-            .write_all_at(&[memory.all()[100] ^ 1], 4196)
-            .expect("corrupt");
+        file.file.write_all_at(&[memory.all()[100] ^ 1], 4196).expect("corrupt");
         let result = file.read(4096, memory.all());
         if checksums {
             let error = result.expect_err("the corruption is found").to_string();
-            assert!(
-                error.contains("checksum") && error.contains("8192 bytes at offset 4096"),
-                "{error}"
-            );
+            assert!(error.contains("checksum") && error.contains("8192 bytes at offset 4096"), "{error}");
             // Written again, it is good again.
             file.write(4096, memory.all()).expect("write");
             file.read(4096, memory.all()).expect("read");
@@ -164,15 +137,10 @@ fn changed_data_is_an_error_unless_checksums_are_off() {
 fn a_file_that_became_shorter_is_an_error() {
     let folder = folder();
     for rung in [Rung::Ring, Rung::Direct, Rung::Buffered] {
-        let Some(file) = on(rung, folder.path(), 4 << 20) else {
-            continue;
-        };
+        let Some(file) = on(rung, folder.path(), 4 << 20) else { continue };
         file.file.set_len(1 << 20).expect("truncate");
         let mut memory = Aligned::new(4 << 20);
-        let error = file
-            .read(0, memory.all())
-            .expect_err("the end is missing")
-            .to_string();
+        let error = file.read(0, memory.all()).expect_err("the end is missing").to_string();
         assert!(error.contains("shorter"), "{rung:?}: {error}");
     }
 }
@@ -181,44 +149,22 @@ fn a_file_that_became_shorter_is_an_error() {
 fn folders_that_cannot_be_written_are_errors_that_name_them() {
     let folder = folder();
     let missing = folder.path().join("missing");
-    let error = BlockFile::create(&missing, 4096, &BlockOptions::default())
-        .err()
-        .expect("no folder")
-        .to_string();
-    assert!(
-        error.contains("missing") && error.contains("must exist"),
-        "{error}"
-    );
+    let error = BlockFile::create(&missing, 4096, &BlockOptions::default()).err().expect("no folder").to_string();
+    assert!(error.contains("missing") && error.contains("must exist"), "{error}");
     // Nobody can create files there, not even root.
-    let error = BlockFile::create(Path::new("/proc/self"), 4096, &BlockOptions::default())
-        .err()
-        .expect("no disk")
-        .to_string();
+    let error =
+        BlockFile::create(Path::new("/proc/self"), 4096, &BlockOptions::default()).err().expect("no disk").to_string();
     assert!(error.contains("/proc/self"), "{error}");
 }
 
 #[test]
 fn a_full_disk_is_an_error_with_path_size_and_advice() {
     let folder = folder();
-    let error = BlockFile::create(folder.path(), 1 << 60, &BlockOptions::default())
-        .err()
-        .expect("no such disk");
-    let Error::File {
-        path,
-        call,
-        bytes,
-        reason,
-        ..
-    } = error
-    else {
-        panic!("{error}")
-    };
+    let error = BlockFile::create(folder.path(), 1 << 60, &BlockOptions::default()).err().expect("no such disk");
+    let Error::File { path, call, bytes, reason, .. } = error else { panic!("{error}") };
     assert!(path.starts_with(folder.path()));
     assert_eq!((call, bytes), ("fallocate", 1 << 60));
-    assert!(
-        reason.contains("bytes are free here") && reason.contains("smaller NVMe budget"),
-        "{reason}"
-    );
+    assert!(reason.contains("bytes are free here") && reason.contains("smaller NVMe budget"), "{reason}");
 }
 
 /// The system's own refusal, in a child process whose files may not grow beyond 64 KiB.
@@ -232,25 +178,16 @@ fn a_file_size_limit_is_an_error_with_advice() {
             .env(CHILD, "1")
             .output()
             .expect("start the child");
-        assert!(
-            child.status.success(),
-            "{}",
-            String::from_utf8_lossy(&child.stdout)
-        );
+        assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
         return;
     }
-    let limit = libc::rlimit {
-        rlim_cur: 1 << 16,
-        rlim_max: 1 << 16,
-    };
+    let limit = libc::rlimit { rlim_cur: 1 << 16, rlim_max: 1 << 16 };
     // SAFETY: sets a limit of this process (the child) from a valid structure.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) }, 0);
     // SAFETY: ignoring a signal installs no handler.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let folder = folder();
-    let error = BlockFile::create(folder.path(), 1 << 20, &BlockOptions::default())
-        .err()
-        .expect("the limit holds");
+    let error = BlockFile::create(folder.path(), 1 << 20, &BlockOptions::default()).err().expect("the limit holds");
     assert!(error.to_string().contains("ulimit -f"), "{error}");
     assert!(BlockFile::create(folder.path(), 1 << 16, &BlockOptions::default()).is_ok());
 }

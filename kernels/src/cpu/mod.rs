@@ -12,10 +12,7 @@ pub mod truth;
 
 use crate::block_io::{BlockFile, BlockOptions, Rung};
 use crate::link::Link;
-use crate::{
-    Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier,
-    View,
-};
+use crate::{Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier, View};
 use arena::Arena;
 use crossbeam::channel::Sender;
 use engine::{Command, Pace, Shared};
@@ -78,19 +75,12 @@ impl Cpu {
     /// # Panics
     /// If a bandwidth is not positive.
     pub fn new(options: CpuOptions) -> Result<Cpu> {
-        let threads = |reason: String| Error::Device {
-            call: "starting threads".into(),
-            reason,
-        };
+        let threads = |reason: String| Error::Device { call: "starting threads".into(), reason };
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(options.threads.unwrap_or(0))
             .thread_name(|index| format!("castor-cpu-{index}"))
             .build()
-            .map_err(|e| {
-                threads(format!(
-                    "{e}; give fewer threads or raise the limit of processes"
-                ))
-            })?;
+            .map_err(|e| threads(format!("{e}; give fewer threads or raise the limit of processes")))?;
         let mut cpu = Cpu {
             shared: Arc::new(Shared::new(options.link)),
             queues: [const { None }; Stream::ALL.len()],
@@ -108,10 +98,7 @@ impl Cpu {
             (Stream::NvmeRead, options.nvme_read_bytes_per_s),
             (Stream::NvmeWrite, options.nvme_write_bytes_per_s),
         ] {
-            assert!(
-                rate.is_none_or(|r| r > 0.0),
-                "the bandwidth of {stream:?} must be positive"
-            );
+            assert!(rate.is_none_or(|r| r > 0.0), "the bandwidth of {stream:?} must be positive");
             let (sender, receiver) = crossbeam::channel::bounded(QUEUE);
             let shared = Arc::clone(&cpu.shared);
             let engine = std::thread::Builder::new()
@@ -156,10 +143,7 @@ impl Cpu {
     /// # Panics
     /// If the view lies outside of its arena or is not aligned for `T`.
     #[track_caller]
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "an arena is shared memory; exclusivity comes from marks"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "an arena is shared memory; exclusivity comes from marks")]
     pub(crate) fn slice_mut<T: bytemuck::Pod>(&self, view: View) -> &mut [T] {
         let (base, count) = self.elements::<T>(view);
         // SAFETY: `elements` checked bounds and alignment; every bit pattern is a `T`; the arena lives as
@@ -171,14 +155,8 @@ impl Cpu {
     fn elements<T>(&self, view: View) -> (*mut T, usize) {
         let base = self.shared.address(view.span);
         let (size, align) = (size_of::<T>(), align_of::<T>());
-        assert!(
-            base.addr().is_multiple_of(align),
-            "{view:?} is not aligned to {align} bytes"
-        );
-        assert!(
-            (view.span.bytes as usize).is_multiple_of(size),
-            "{view:?} is not whole elements of {size} bytes"
-        );
+        assert!(base.addr().is_multiple_of(align), "{view:?} is not aligned to {align} bytes");
+        assert!((view.span.bytes as usize).is_multiple_of(size), "{view:?} is not whole elements of {size} bytes");
         (base.cast(), view.span.bytes as usize / size)
     }
 
@@ -189,14 +167,9 @@ impl Cpu {
 
     /// Queues `command` on a stream with an engine; waits for room if the queue is full.
     fn issue(&self, stream: Stream, command: Command) {
-        let Some(queue) = &self.queues[stream.index()] else {
-            panic!("{stream:?} has no engine")
-        };
+        let Some(queue) = &self.queues[stream.index()] else { panic!("{stream:?} has no engine") };
         let sent = queue.send(command);
-        assert!(
-            sent.is_ok(),
-            "the engine of {stream:?} is gone: it panicked"
-        );
+        assert!(sent.is_ok(), "the engine of {stream:?} is gone: it panicked");
     }
 
     /// Waits for all streams.
@@ -240,14 +213,9 @@ impl Memory for Cpu {
             if bytes == 0 {
                 return Ok(());
             }
-            let Some(folder) = folder else {
-                panic!("the nvme tier needs a folder")
-            };
+            let Some(folder) = folder else { panic!("the nvme tier needs a folder") };
             let file = BlockFile::create(folder, bytes, &self.block)?;
-            assert!(
-                self.shared.file.set(file).is_ok(),
-                "the nvme tier was reserved twice"
-            );
+            assert!(self.shared.file.set(file).is_ok(), "the nvme tier was reserved twice");
         } else {
             if let (Tier::Device, Some(cap)) = (tier, self.device_bytes)
                 && bytes > cap
@@ -260,10 +228,7 @@ impl Memory for Cpu {
                 });
             }
             let arena = Arena::new(tier, bytes)?;
-            assert!(
-                self.shared.arenas[tier.index()].set(arena).is_ok(),
-                "the {tier} tier was reserved twice"
-            );
+            assert!(self.shared.arenas[tier.index()].set(arena).is_ok(), "the {tier} tier was reserved twice");
         }
         self.introduce();
         Ok(())
@@ -330,27 +295,14 @@ impl Order for Cpu {
     }
 
     fn elapsed_ns(&self, from: Mark, to: Mark) -> Option<u64> {
-        assert!(
-            from.stream == to.stream,
-            "{from:?} and {to:?} are of different streams"
-        );
+        assert!(from.stream == to.stream, "{from:?} and {to:?} are of different streams");
         let progress = &self.shared.progress[from.stream.index()];
-        Some(
-            progress
-                .time_ns(to.number)?
-                .saturating_sub(progress.time_ns(from.number)?),
-        )
+        Some(progress.time_ns(to.number)?.saturating_sub(progress.time_ns(from.number)?))
     }
 
     fn copy(&self, stream: Stream, source: Span, target: Span) -> Result<()> {
-        assert!(
-            source.bytes == target.bytes,
-            "copy of {source:?} to {target:?}: the lengths differ"
-        );
-        assert!(
-            source == target || !source.overlaps(target),
-            "copy of {source:?} to {target:?}: they overlap"
-        );
+        assert!(source.bytes == target.bytes, "copy of {source:?} to {target:?}: the lengths differ");
+        assert!(source == target || !source.overlaps(target), "copy of {source:?} to {target:?}: they overlap");
         let allowed = match (source.tier, target.tier) {
             (Tier::Nvme, Tier::Host) => stream == Stream::NvmeRead,
             (Tier::Host, Tier::Nvme) => stream == Stream::NvmeWrite,
@@ -369,28 +321,20 @@ impl Order for Cpu {
         for span in [source, target] {
             if span.tier == Tier::Nvme {
                 let bytes = self.shared.file.get().map_or(0, BlockFile::bytes);
-                assert!(
-                    span.end() <= bytes,
-                    "{span:?} lies outside of the nvme file of {bytes} bytes"
-                );
+                assert!(span.end() <= bytes, "{span:?} lies outside of the nvme file of {bytes} bytes");
             } else {
                 self.shared.address(span);
             }
             if source.tier == Tier::Nvme || target.tier == Tier::Nvme {
-                let whole = span.offset.is_multiple_of(FILE_ALIGNMENT)
-                    && span.bytes.is_multiple_of(FILE_ALIGNMENT);
-                assert!(
-                    whole,
-                    "{span:?} is not in whole units of {FILE_ALIGNMENT} bytes"
-                );
+                let whole = span.offset.is_multiple_of(FILE_ALIGNMENT) && span.bytes.is_multiple_of(FILE_ALIGNMENT);
+                assert!(whole, "{span:?} is not in whole units of {FILE_ALIGNMENT} bytes");
             }
         }
         if source.bytes == 0 {
             return Ok(());
         }
         if stream == Stream::Compute {
-            self.shared
-                .copy_memory(source, target, &mut self.free.lock());
+            self.shared.copy_memory(source, target, &mut self.free.lock());
         } else {
             self.issue(stream, Command::Copy(source, target));
         }
@@ -402,35 +346,20 @@ impl Cpu {
     #[track_caller]
     fn check_issued(&self, mark: Mark) {
         let issued = self.issued[mark.stream.index()].load(Ordering::Relaxed);
-        assert!(
-            mark.number <= issued,
-            "{mark:?} was never made: the last one is {issued}"
-        );
+        assert!(mark.number <= issued, "{mark:?} was never made: the last one is {issued}");
     }
 
     /// Checks shard against full: whole elements, equal types, one shard per rank.
     #[track_caller]
     fn check_shard(&self, shard: View, full: View) {
-        assert!(
-            shard.dtype == full.dtype,
-            "{shard:?} and {full:?} differ in type"
-        );
+        assert!(shard.dtype == full.dtype, "{shard:?} and {full:?} differ in type");
         let whole = shard.span.bytes * u64::from(self.world()) == full.span.bytes;
-        assert!(
-            whole,
-            "{full:?} is not {} shards as {shard:?}",
-            self.world()
-        );
+        assert!(whole, "{full:?} is not {} shards as {shard:?}", self.world());
         self.shared.address(shard.span);
         self.shared.address(full.span);
-        let own = full
-            .span
-            .part(u64::from(self.rank()) * shard.span.bytes, shard.span.bytes);
+        let own = full.span.part(u64::from(self.rank()) * shard.span.bytes, shard.span.bytes);
         let apart = shard.span == own || !shard.span.overlaps(full.span);
-        assert!(
-            apart,
-            "{shard:?} is neither this rank's part of {full:?} nor apart from it"
-        );
+        assert!(apart, "{shard:?} is neither this rank's part of {full:?} nor apart from it");
     }
 }
 
