@@ -48,6 +48,18 @@ pub const fn round_bf16_stochastic(x: f32, random: u16) -> u16 {
     (bits.wrapping_add(random as u32) >> 16) as u16
 }
 
+/// f32 → f16, to nearest even.
+#[inline]
+pub const fn round_f16(x: f32) -> u16 {
+    half::f16::from_f32_const(x).to_bits()
+}
+
+/// f16 bits → f32.
+#[inline]
+pub const fn widen_f16(bits: u16) -> f32 {
+    half::f16::from_bits(bits).to_f32_const()
+}
+
 /// One AdamW step of one element: `(parameter, first, second)` after it. `gradient` is unscaled and clipped.
 #[inline]
 pub fn adamw(h: &AdamW, decays: bool, parameter: f32, gradient: f32, first: f32, second: f32) -> (f32, f32, f32) {

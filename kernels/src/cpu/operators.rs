@@ -20,7 +20,8 @@ impl Operators for Cpu {
         _hidden: u64,
         _vocabulary: u64,
         _into: Into,
-    ) {}
+    ) {
+    }
     fn rmsnorm(&self, _x: View, _weight: View, _out: View, _rstd: View, _tokens: u64, _hidden: u64, _eps: f32) {}
     fn rmsnorm_backward(
         &self,
@@ -34,8 +35,11 @@ impl Operators for Cpu {
         _tokens: u64,
         _hidden: u64,
         _into: Into,
-    ) {}
-    fn rmsnorm_scratch_bytes(&self, _tokens: u64, _columns: u64) -> u64 {0}
+    ) {
+    }
+    fn rmsnorm_scratch_bytes(&self, _tokens: u64, _columns: u64) -> u64 {
+        0
+    }
     fn linear(&self, _x: View, _w: View, _bias: Option<View>, _residual: Option<View>, _y: View, _shape: Linear) {}
     fn linear_backward_input(&self, _d_y: View, _w: View, _d_x: View, _shape: Linear, _into: Into) {}
     fn linear_backward_weight(&self, _d_y: View, _x: View, _d_w: View, _shape: Linear, _into: Into) {}
@@ -51,8 +55,11 @@ impl Operators for Cpu {
         _d_qkv: View,
         _scratch: View,
         _shape: Attention,
-    ) {}
-    fn attention_scratch_bytes(&self, _shape: Attention, _dtype: DType) -> u64 {0}
+    ) {
+    }
+    fn attention_scratch_bytes(&self, _shape: Attention, _dtype: DType) -> u64 {
+        0
+    }
     fn swiglu(&self, _gate_up: View, _out: View, _tokens: u64, _ffn: u64) {}
     fn swiglu_backward(&self, _d_out: View, _gate_up: View, _out: Option<View>, _tokens: u64, _ffn: u64) {}
     fn classify(&self, _logits: View, _targets: View, _losses: View, _tokens: u64, _vocabulary: u64, _what: Classify) {}
@@ -60,7 +67,16 @@ impl Operators for Cpu {
     fn square_sum(&self, _x: View, _slot: View) {}
     fn norm_finish(&self, _slots: View, _max_norm: f32, _loss_scale: f32, _control: View) {}
     fn update(&self, _update: Update, _state: State, _control: View) {}
-    fn hessian(&self, _gradient: View, _hessian: View, _beta2: f32, _tokens: f32, _inverse_loss_scale: f32, _control: View) {}
+    fn hessian(
+        &self,
+        _gradient: View,
+        _hessian: View,
+        _beta2: f32,
+        _tokens: f32,
+        _inverse_loss_scale: f32,
+        _control: View,
+    ) {
+    }
 }
 
 const _: fn(&Cpu, View) = |cpu, view| {
