@@ -86,9 +86,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
         Ok(matches) => matches,
         Err(error) => {
             return match error.kind() {
-                ErrorKind::DisplayHelp
-                | ErrorKind::DisplayVersion
-                | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
                     Ok(Command::Text(error.to_string()))
                 }
                 _ => Err(usage(&error)),
@@ -181,18 +179,8 @@ fn training(matches: &ArgMatches) -> Result<Asked> {
         }
     }
     for short in SHORTHANDS {
-        let Some(text) = value(matches, short.names[0]) else {
-            continue;
-        };
-        match boolean(&text) {
-            Some(true) => raw.set(short.key, vec![short.value.into()], Origin::Flag)?,
-            Some(false) => {}
-            None => {
-                return Err(Error::Usage(format!(
-                    "--{} is {text}; true or false was expected",
-                    short.names[0]
-                )));
-            }
+        if matches.contains_id(short.names[0]) && truth(matches, short.names[0])? {
+            raw.set(short.key, vec![short.value.into()], Origin::Flag)?;
         }
     }
     for ignored in IGNORED {
@@ -230,8 +218,8 @@ fn pack(matches: &ArgMatches) -> Result<Command> {
                 "skip" => OnBadRecord::Skip,
                 _ => OnBadRecord::Stop,
             },
-            bos: !matches.get_flag("no_add_bos"),
-            eos: !matches.get_flag("no_add_eos"),
+            bos: truth(matches, "add_bos")?,
+            eos: truth(matches, "add_eos")?,
             ..DataSpec::new(inputs)
         },
         tokenizer: required(matches, "tokenizer"),
@@ -243,6 +231,13 @@ fn value(matches: &ArgMatches, id: &str) -> Option<String> {
     matches.get_one::<String>(id).cloned()
 }
 
+/// The boolean that a flag was given or has by default.
+fn truth(matches: &ArgMatches, id: &str) -> Result<bool> {
+    let text = required(matches, id);
+    boolean(&text)
+        .ok_or_else(|| Error::Usage(format!("--{id} is {text}; true or false was expected")))
+}
+
 fn required(matches: &ArgMatches, id: &str) -> String {
     value(matches, id).expect("clap checks required arguments and fills in defaults")
 }
@@ -250,7 +245,12 @@ fn required(matches: &ArgMatches, id: &str) -> String {
 fn tree() -> clap::Command {
     let command = |name: &'static str, about: &'static str| clap::Command::new(name).about(about);
     let path = |id: &'static str, help: &'static str| Arg::new(id).required(true).help(help);
-    let option = |id: &'static str, help: &'static str| Arg::new(id).long(id).help(help);
+    let option = |id: &'static str, help: &'static str| {
+        Arg::new(id)
+            .long(id)
+            .help(help)
+            .allow_negative_numbers(true)
+    };
     let switch = |id: &'static str, help: &'static str| {
         Arg::new(id).long(id).action(ArgAction::SetTrue).help(help)
     };
@@ -267,13 +267,20 @@ fn tree() -> clap::Command {
             .value_parser(["stop", "skip"])
             .default_value("stop"),
     )
-    .arg(switch("no_add_bos", "No BOS before documents"))
-    .arg(switch("no_add_eos", "No EOS after documents"));
+    .arg(
+        boolean_flag("add_bos")
+            .default_value("true")
+            .help("BOS before each document"),
+    )
+    .arg(
+        boolean_flag("add_eos")
+            .default_value("true")
+            .help("EOS after each document"),
+    );
     clap::Command::new("castor")
         .version(env!("CARGO_PKG_VERSION"))
         .about("Trains Llama models beyond one GPU's memory: device, host and NVMe as one")
         .subcommand_required(true)
-        .arg_required_else_help(true)
         .disable_help_subcommand(true)
         .after_help("Exit codes: 0 done, 1 failed, 2 wrong command line or input, 3 does not fit, 130/143 interrupted")
         .subcommand(command("run", "Start one process per device: castor run --nproc_per_node 2 train …"))
@@ -290,7 +297,7 @@ fn tree() -> clap::Command {
                 .arg(option("tolerance", "Largest relative error that passes").default_value("1e-4")),
         )
         .subcommand(
-            command("data", "Prepare data").subcommand_required(true).arg_required_else_help(true).subcommand(pack),
+            command("data", "Prepare data").subcommand_required(true).subcommand(pack),
         )
         .subcommand(
             command("export", "Checkpoint to a Hugging Face folder")
@@ -403,6 +410,7 @@ fn usage(error: &clap::Error) -> Error {
                 None => format!("{typed} is not expected here: values follow a flag"),
             }
         }
+        ErrorKind::MissingSubcommand => "a command is missing; `castor --help` lists them".into(),
         ErrorKind::InvalidSubcommand => {
             let typed = context(ContextKind::InvalidSubcommand).unwrap_or_default();
             let tree = tree();

@@ -107,9 +107,7 @@ fn every_shared_text_file_is_decided() {
     );
     // An empty file is no error among others; alone it is.
     let spec = DataSpec::new(vec![folder.join("txt_empty.txt").display().to_string()]);
-    let error = open(&spec, &Tokenizer::bytes(), 8, 259)
-        .unwrap_err()
-        .to_string();
+    let error = open(&spec, "bytes", 8, 259).unwrap_err().to_string();
     assert!(error.contains("the data is empty"), "{error}");
 }
 
@@ -242,7 +240,7 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
         }
         assert_eq!((rows.len(), rows.remainder()), (2, 1));
     };
-    let (rows, notices) = open(&spec, &tokenizer, 4, 259).unwrap();
+    let (rows, notices) = open(&spec, "bytes", 4, 259).unwrap();
     check(&rows);
     assert!(
         notices[0].contains("9 tokens from 2 documents"),
@@ -258,7 +256,7 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
     let summary = pack(&spec, &tokenizer, &out).unwrap();
     assert_eq!((summary.tokens, summary.documents), (9, 2));
     let packed = DataSpec::new(vec![out.join("tokens.bin").display().to_string()]);
-    check(&open(&packed, &tokenizer, 4, 259).unwrap().0);
+    check(&open(&packed, "bytes", 4, 259).unwrap().0);
     assert!(
         pack(&spec, &tokenizer, &out)
             .unwrap_err()
@@ -266,12 +264,12 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
             .contains("exists already")
     );
 
-    let short = open(&spec, &tokenizer, 10, 259).unwrap_err().to_string();
+    let short = open(&spec, "bytes", 10, 259).unwrap_err().to_string();
     assert!(
         short.contains("has 9 tokens") && short.contains("at least 10"),
         "{short}"
     );
-    let small = open(&spec, &tokenizer, 4, 258).unwrap_err().to_string();
+    let small = open(&spec, "bytes", 4, 258).unwrap_err().to_string();
     assert!(
         small.contains("vocab_size is 258") && small.contains("259"),
         "{small}"

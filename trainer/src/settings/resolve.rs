@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::raw::{Origin, Raw};
+use super::raw::Raw;
 use super::values::{boolean, size};
 use super::{
     BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention,
@@ -26,9 +26,9 @@ impl Settings {
         let settings = Settings {
             model_config: path(raw, "model_config"),
             model: path(raw, "model"),
-            tokenizer: raw.values("tokenizer").concat(),
+            tokenizer: tokenizer(raw),
             data: data(raw)?,
-            max_length: count(raw, "max_length", 1)?.min(LENGTH_MAX + 1) as usize,
+            max_length: count(raw, "max_length", 2)?.min(LENGTH_MAX + 1) as usize,
             seed: count(raw, "seed", 0)?,
             order: match switch(raw, "shuffle")? {
                 true => Order::Shuffled {
@@ -59,6 +59,14 @@ impl Settings {
             ));
         }
         Ok(settings)
+    }
+}
+
+/// A model folder brings its tokenizer, unless another is named.
+fn tokenizer(raw: &Raw) -> String {
+    match raw.values("model").pop() {
+        Some(folder) if raw.is_default("tokenizer") => folder,
+        _ => raw.values("tokenizer").concat(),
     }
 }
 
@@ -224,7 +232,7 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
 fn memory(raw: &Raw) -> Result<MemorySettings> {
     let plugin = match raw.values("fsdp").concat() {
         words if words.is_empty() => plugin::find(&raw.values("plugin").concat())?,
-        words if raw.origin("plugin") == Origin::Default => plugin::from_fsdp(&words)?,
+        words if raw.is_default("plugin") => plugin::from_fsdp(&words)?,
         words => {
             return Err(Error::Usage(format!(
                 "--fsdp \"{words}\" and --plugin {} both choose the sharding; give one",
@@ -250,7 +258,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
             "offload_param_frac",
             "offload_optim_frac",
         ] {
-            if raw.origin(key) != Origin::Default {
+            if !raw.is_default(key) {
                 return Err(raw.refuse(
                     key,
                     &format!(
@@ -262,7 +270,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
         }
     }
     let nvme = path(raw, "nvme");
-    if nvme.is_none() && raw.origin("nvme_capacity") != Origin::Default {
+    if nvme.is_none() && !raw.is_default("nvme_capacity") {
         return Err(raw.refuse("nvme_capacity", "it needs --nvme with the folder to use"));
     }
     Ok(MemorySettings {
