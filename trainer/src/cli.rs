@@ -27,6 +27,8 @@ pub enum Command {
     Plan {
         /// The run to plan.
         settings: Box<Settings>,
+        /// Ranks to plan for; None: as many as the environment names.
+        ranks: Option<u32>,
         /// Whether the plan is printed as JSON.
         json: bool,
     },
@@ -101,6 +103,9 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
         Some(("plan", matches)) => match training(matches)? {
             Asked::Run(settings) => Ok(Command::Plan {
                 settings,
+                ranks: value(matches, "ranks")
+                    .map(|text| ranks(&text))
+                    .transpose()?,
                 json: matches.get_flag("json"),
             }),
             Asked::Print(text) => Ok(Command::Text(text)),
@@ -231,6 +236,15 @@ fn value(matches: &ArgMatches, id: &str) -> Option<String> {
     matches.get_one::<String>(id).cloned()
 }
 
+fn ranks(text: &str) -> Result<u32> {
+    let count = text.parse().ok().filter(|count| *count > 0);
+    count.ok_or_else(|| {
+        Error::Usage(format!(
+            "--ranks is {text}; a whole number of at least 1 was expected"
+        ))
+    })
+}
+
 /// The boolean that a flag was given or has by default.
 fn truth(matches: &ArgMatches, id: &str) -> Result<bool> {
     let text = required(matches, id);
@@ -287,6 +301,7 @@ fn tree() -> clap::Command {
         .subcommand(training_flags(command("train", "Train: one rank, or the rank the environment names")))
         .subcommand(
             training_flags(command("plan", "Say where every byte would be and how long a step takes"))
+                .arg(option("ranks", "Ranks to plan for [as the environment says]").aliases(["world_size", "nproc_per_node"]))
                 .arg(switch("json", "Print the plan as JSON")),
         )
         .subcommand(

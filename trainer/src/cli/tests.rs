@@ -125,8 +125,12 @@ fn other_commands() {
         matches!(line("run --nproc_per_node 2 train -x fp16"), Ok(Command::Run(rest)) if rest.len() == 5)
     );
     assert!(matches!(
-        line("plan -c c.json --json"),
-        Ok(Command::Plan { json: true, .. })
+        line("plan -c c.json --ranks 64 --json"),
+        Ok(Command::Plan {
+            json: true,
+            ranks: Some(64),
+            ..
+        })
     ));
     let parity =
         line("parity --model m --batch b.safetensors --expect e.safetensors --tolerance 1e-5");
@@ -166,6 +170,7 @@ fn mistakes_are_one_sentence_with_what_was_meant() {
         "nowhere.toml: cannot be read",
     );
     refused("train --config a.json --model_config b.json", "both name");
+    refused("plan --ranks 0", "--ranks is 0");
     refused("parity --model m", "--batch");
     refused(
         "parity --model m --batch b --tolerance -1",

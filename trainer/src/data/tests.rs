@@ -257,6 +257,8 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
     assert_eq!((summary.tokens, summary.documents), (9, 2));
     let packed = DataSpec::new(vec![out.join("tokens.bin").display().to_string()]);
     check(&open(&packed, "bytes", 4, 259).unwrap().0);
+    let folder_of_tokens = DataSpec::new(vec![out.display().to_string()]);
+    check(&open(&folder_of_tokens, "bytes", 4, 259).unwrap().0);
     assert!(
         pack(&spec, &tokenizer, &out)
             .unwrap_err()
@@ -283,7 +285,7 @@ fn a_tokenizer_file_is_read_with_its_special_ids() {
         {"id":3,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},
         {"id":4,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
         "normalizer":null,"pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
-        "truncation":null,"padding":null,
+        "truncation":{"direction":"Right","max_length":1,"strategy":"LongestFirst","stride":0},"padding":null,
         "model":{"type":"WordLevel","vocab":{"a":0,"b":1,"?":2},"unk_token":"?"}}"#;
     std::fs::write(folder.path().join("tokenizer.json"), vocabulary).unwrap();
     let name = folder.path().display().to_string();

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::plugin::{self, Placement};
 
 /// A row is at most this long; beyond it lies a typing error, not a context length.
-const LENGTH_MAX: u64 = 1 << 24;
+const LENGTH_MAX: usize = 1 << 24;
 
 impl Settings {
     /// Resolves what the command line and the file it names say.
@@ -28,7 +28,7 @@ impl Settings {
             model: path(raw, "model"),
             tokenizer: tokenizer(raw),
             data: data(raw)?,
-            max_length: count(raw, "max_length", 2)?.min(LENGTH_MAX + 1) as usize,
+            max_length: max_length(raw)?,
             seed: count(raw, "seed", 0)?,
             order: match switch(raw, "shuffle")? {
                 true => Order::Shuffled {
@@ -50,9 +50,6 @@ impl Settings {
             backend: backend(raw)?,
             notices,
         };
-        if settings.max_length as u64 > LENGTH_MAX {
-            return Err(raw.refuse("max_length", &format!("at most {LENGTH_MAX} was expected")));
-        }
         if settings.model.is_some() && settings.model_config.is_some() {
             return Err(Error::Usage(
                 "--model brings its own config.json; leave out --model_config (or the config.json of --config)".into(),
@@ -354,6 +351,19 @@ fn backend(raw: &Raw) -> Result<BackendSettings> {
             nvme_write: rate("emulated_nvme_write_gbps")?,
         },
     })
+}
+
+/// One token would leave nothing to predict.
+fn max_length(raw: &Raw) -> Result<usize> {
+    raw.parse(
+        "max_length",
+        &format!("a whole number from 2 to {LENGTH_MAX}"),
+        |text| {
+            text.parse()
+                .ok()
+                .filter(|length| (2..=LENGTH_MAX).contains(length))
+        },
+    )
 }
 
 /// Hugging Face writes "not given" as -1.

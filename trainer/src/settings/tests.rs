@@ -92,8 +92,8 @@ fn refusals_name_key_value_and_place() {
         "gradient_accumulation_steps = 0",
         &["--gradient_accumulation_steps is 0"],
     );
-    refused("max_length = 1", &["at least 2"]);
-    refused("max_length = 99999999999", &["at most"]);
+    refused("max_length = 1", &["from 2 to"]);
+    refused("max_length = 99999999999", &["from 2 to 16777216"]);
     refused(
         "warmup_ratio = 1.5",
         &["--warmup_ratio is 1.5", "from 0 to 1"],
