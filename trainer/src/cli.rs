@@ -296,23 +296,43 @@ fn tree() -> clap::Command {
         .about("Trains Llama models beyond one GPU's memory: device, host and NVMe as one")
         .subcommand_required(true)
         .disable_help_subcommand(true)
-        .after_help("Exit codes: 0 done, 1 failed, 2 wrong command line or input, 3 does not fit, 130/143 interrupted")
-        .subcommand(command("run", "Start one process per device: castor run --nproc_per_node 2 train …"))
-        .subcommand(training_flags(command("train", "Train: one rank, or the rank the environment names")))
+        .after_help(
+            "Exit codes: 0 done, 1 failed, 2 wrong command line or input, 3 does not fit, \
+             130/143 interrupted",
+        )
+        .subcommand(command(
+            "run",
+            "Start one process per device: run --nproc_per_node 2 train …",
+        ))
+        .subcommand(training_flags(command(
+            "train",
+            "Train: one rank, or that which the environment names",
+        )))
         .subcommand(
-            training_flags(command("plan", "Say where every byte would be and how long a step takes"))
-                .arg(option("ranks", "Ranks to plan for [as the environment says]").aliases(["world_size", "nproc_per_node"]))
-                .arg(switch("json", "Print the plan as JSON")),
+            training_flags(command(
+                "plan",
+                "Say where bytes would be and how long a step takes",
+            ))
+            .arg(
+                option("ranks", "Ranks to plan for [as the environment says]")
+                    .aliases(["world_size", "nproc_per_node"]),
+            )
+            .arg(switch("json", "Print the plan as JSON")),
         )
         .subcommand(
-            training_flags(command("parity", "One forward and backward on a batch, held against expected tensors"))
-                .arg(option("batch", "safetensors with input_ids and labels").required(true))
-                .arg(option("expect", "safetensors with loss and gradients"))
-                .arg(option("out", "Where to write loss and gradients"))
-                .arg(option("tolerance", "Largest relative error that passes").default_value("1e-4")),
+            training_flags(command(
+                "parity",
+                "One forward and backward, held against expected tensors",
+            ))
+            .arg(option("batch", "safetensors with input_ids and labels").required(true))
+            .arg(option("expect", "safetensors with loss and gradients"))
+            .arg(option("out", "Where to write loss and gradients"))
+            .arg(option("tolerance", "Largest relative error that passes").default_value("1e-4")),
         )
         .subcommand(
-            command("data", "Prepare data").subcommand_required(true).subcommand(pack),
+            command("data", "Prepare data")
+                .subcommand_required(true)
+                .subcommand(pack),
         )
         .subcommand(
             command("export", "Checkpoint to a Hugging Face folder")
@@ -325,11 +345,15 @@ fn tree() -> clap::Command {
                 ),
         )
         .subcommand(
-            command("report", "Render the report of a recorded run").arg(path("run_dir", "The run's --output_dir")),
+            command("report", "Render the report of a recorded run")
+                .arg(path("run_dir", "The run's --output_dir")),
         )
         .subcommand(
-            command("doctor", "What this machine has, what is missing and what to do")
-                .arg(switch("bench", "Measure links, memory, disk and GEMM")),
+            command(
+                "doctor",
+                "What this machine has, what is missing and what to do",
+            )
+            .arg(switch("bench", "Measure links, memory, disk and GEMM")),
         )
 }
 
