@@ -51,6 +51,18 @@ pub const fn round_bf16_stochastic(x: f32, random: u16) -> u16 {
     (bits.wrapping_add(random as u32) >> 16) as u16
 }
 
+/// f32 → f16, to nearest even.
+#[inline]
+pub const fn round_f16(x: f32) -> u16 {
+    half::f16::from_f32_const(x).to_bits()
+}
+
+/// f16 bits → f32.
+#[inline]
+pub const fn widen_f16(bits: u16) -> f32 {
+    half::f16::from_bits(bits).to_f32_const()
+}
+
 /// One AdamW step of one element: `(parameter, first, second)` after it. `gradient` is unscaled and clipped.
 #[inline]
 pub fn adamw(
@@ -101,6 +113,72 @@ pub fn sophia(
     (kept - h.lr * step, first)
 }
 
+/// One step of Sophia's Hessian estimate of one element (Gauss-Newton-Bartlett): the estimate after it.
+/// `gradient` is that of the sampled targets, unscaled, of the mean over `tokens`.
+#[inline]
+pub fn hessian(beta2: f32, tokens: f32, gradient: f32, hessian: f32) -> f32 {
+    beta2 * hessian + ((1.0 - beta2) * tokens) * (gradient * gradient)
+}
+
+/// Seed of the stochastic rounding of [`hessian`]'s result where it is not kept in f32 (counter 0, the lane of
+/// a second moment): the result's own bits, since that operator has no seed. The same whatever the sharding.
+#[inline]
+pub const fn hessian_seed(result: f32) -> u64 {
+    result.to_bits() as u64
+}
+
+/// Lanes of [`crate::rng`] for the stochastic rounding of an element: its first and its second moment, in
+/// bf16 (16 bits of [`crate::rng::bits`]).
+pub const BF16_LANES: [u64; 2] = [0, 1];
+
+/// As [`BF16_LANES`], in Q8 ([`crate::rng::uniform`]).
+pub const Q8_LANES: [u64; 2] = [2, 3];
+
+/// Scale of a Q8 block of first moments, from its largest magnitude: codes are -127..=127, linear.
+#[inline]
+pub fn q8_first_scale(largest: f32) -> f32 {
+    largest / 127.0
+}
+
+/// First moment → Q8 code, stochastically rounded with a uniform number.
+#[inline]
+pub fn q8_first_code(x: f32, scale: f32, uniform: f32) -> i8 {
+    let ratio = if scale > 0.0 { x / scale } else { 0.0 };
+    (ratio + uniform).floor().clamp(-127.0, 127.0) as i8
+}
+
+/// Q8 code → first moment.
+#[inline]
+pub fn q8_first_value(code: i8, scale: f32) -> f32 {
+    code as f32 * scale
+}
+
+/// Scale of a Q8 block of second moments, from its largest: codes are linear in the square root, code c
+/// meaning (c+1)·scale. There is no code for zero in a block that is not all zero: a small second moment
+/// rounded to zero would make its element's next update enormous; rounded up, it only makes it smaller.
+#[inline]
+pub fn q8_second_scale(largest: f32) -> f32 {
+    largest.sqrt() / 256.0
+}
+
+/// Second moment (≥ 0) → Q8 code, stochastically rounded with a uniform number.
+#[inline]
+pub fn q8_second_code(x: f32, scale: f32, uniform: f32) -> u8 {
+    let ratio = if scale > 0.0 {
+        x.sqrt() / scale - 1.0
+    } else {
+        0.0
+    };
+    (ratio + uniform).floor().clamp(0.0, 255.0) as u8
+}
+
+/// Q8 code → second moment.
+#[inline]
+pub fn q8_second_value(code: u8, scale: f32) -> f32 {
+    let root = (code as f32 + 1.0) * scale;
+    root * root
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -143,5 +221,45 @@ mod tests {
                 "{hessian}: {p}"
             );
         }
+    }
+
+    #[test]
+    fn q8_codes_enclose_the_value_and_keep_the_largest() {
+        for i in 0..2000 {
+            let x = crate::rng::normal(3, i);
+            let scale = q8_first_scale(4.0);
+            let [low, high] =
+                [0.0, 0.999_999_94].map(|r| q8_first_value(q8_first_code(x, scale, r), scale));
+            assert!(
+                low <= x * 1.00001 + 1e-6 && x <= high + 1e-6 && high - low <= scale * 1.001,
+                "{x}"
+            );
+            let second = x * x;
+            let scale = q8_second_scale(16.0);
+            let [low, high] = [0.0, 0.999_999_94]
+                .map(|r| q8_second_value(q8_second_code(second, scale, r), scale));
+            // Below the smallest code there is nothing to round down to.
+            assert!(
+                low <= second * 1.00001 || low == scale * scale,
+                "{second} {low}"
+            );
+            assert!(high >= second * 0.9999 && low > 0.0, "{second} {high}");
+        }
+        assert_eq!(
+            q8_first_value(
+                q8_first_code(-4.0, q8_first_scale(4.0), 0.0),
+                q8_first_scale(4.0)
+            ),
+            -4.0
+        );
+        for random in [0.0, 0.5, 0.999_999_94] {
+            let scale = q8_second_scale(16.0);
+            assert_eq!(
+                q8_second_value(q8_second_code(16.0, scale, random), scale),
+                16.0
+            );
+        }
+        assert_eq!(q8_first_code(0.0, q8_first_scale(0.0), 0.9), 0);
+        assert_eq!(q8_second_value(q8_second_code(0.0, 0.0, 0.9), 0.0), 0.0);
     }
 }

@@ -88,9 +88,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
         Ok(matches) => matches,
         Err(error) => {
             return match error.kind() {
-                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-                    Ok(Command::Text(error.to_string()))
-                }
+                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Ok(Command::Text(error.to_string())),
                 _ => Err(usage(&error)),
             };
         }
@@ -103,9 +101,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
         Some(("plan", matches)) => match training(matches)? {
             Asked::Run(settings) => Ok(Command::Plan {
                 settings,
-                ranks: value(matches, "ranks")
-                    .map(|text| ranks(&text))
-                    .transpose()?,
+                ranks: value(matches, "ranks").map(|text| ranks(&text)).transpose()?,
                 json: matches.get_flag("json"),
             }),
             Asked::Print(text) => Ok(Command::Text(text)),
@@ -116,16 +112,12 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
                 batch: required(matches, "batch").into(),
                 expect: value(matches, "expect").map(PathBuf::from),
                 out: value(matches, "out").map(PathBuf::from),
-                tolerance: required(matches, "tolerance")
-                    .parse()
-                    .ok()
-                    .filter(|t| *t >= 0.0)
-                    .ok_or_else(|| {
-                        Error::Usage(format!(
-                            "--tolerance is {}; a number of at least 0 was expected",
-                            required(matches, "tolerance")
-                        ))
-                    })?,
+                tolerance: required(matches, "tolerance").parse().ok().filter(|t| *t >= 0.0).ok_or_else(|| {
+                    Error::Usage(format!(
+                        "--tolerance is {}; a number of at least 0 was expected",
+                        required(matches, "tolerance")
+                    ))
+                })?,
             }),
             Asked::Print(text) => Ok(Command::Text(text)),
         },
@@ -140,9 +132,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             },
         }),
         Some(("report", matches)) => Ok(Command::Report(required(matches, "run_dir").into())),
-        Some(("doctor", matches)) => Ok(Command::Doctor {
-            bench: matches.get_flag("bench"),
-        }),
+        Some(("doctor", matches)) => Ok(Command::Doctor { bench: matches.get_flag("bench") }),
         _ => unreachable!("clap asks for a sub-command"),
     }
 }
@@ -191,10 +181,7 @@ fn training(matches: &ArgMatches) -> Result<Asked> {
     for ignored in IGNORED {
         for name in ignored.names {
             if matches.contains_id(name) {
-                notices.push(format!(
-                    "--{name} is accepted and changes nothing: {}",
-                    ignored.why
-                ));
+                notices.push(format!("--{name} is accepted and changes nothing: {}", ignored.why));
             }
         }
     }
@@ -207,15 +194,8 @@ fn training(matches: &ArgMatches) -> Result<Asked> {
 }
 
 fn pack(matches: &ArgMatches) -> Result<Command> {
-    let Some(("pack", matches)) = matches.subcommand() else {
-        unreachable!("clap asks for a sub-command")
-    };
-    let inputs = matches
-        .get_many::<String>("input")
-        .into_iter()
-        .flatten()
-        .cloned()
-        .collect();
+    let Some(("pack", matches)) = matches.subcommand() else { unreachable!("clap asks for a sub-command") };
+    let inputs = matches.get_many::<String>("input").into_iter().flatten().cloned().collect();
     Ok(Command::DataPack {
         spec: DataSpec {
             text_field: required(matches, "text_field"),
@@ -238,18 +218,13 @@ fn value(matches: &ArgMatches, id: &str) -> Option<String> {
 
 fn ranks(text: &str) -> Result<u32> {
     let count = text.parse().ok().filter(|count| *count > 0);
-    count.ok_or_else(|| {
-        Error::Usage(format!(
-            "--ranks is {text}; a whole number of at least 1 was expected"
-        ))
-    })
+    count.ok_or_else(|| Error::Usage(format!("--ranks is {text}; a whole number of at least 1 was expected")))
 }
 
 /// The boolean that a flag was given or has by default.
 fn truth(matches: &ArgMatches, id: &str) -> Result<bool> {
     let text = required(matches, id);
-    boolean(&text)
-        .ok_or_else(|| Error::Usage(format!("--{id} is {text}; true or false was expected")))
+    boolean(&text).ok_or_else(|| Error::Usage(format!("--{id} is {text}; true or false was expected")))
 }
 
 fn required(matches: &ArgMatches, id: &str) -> String {
@@ -259,38 +234,16 @@ fn required(matches: &ArgMatches, id: &str) -> String {
 fn tree() -> clap::Command {
     let command = |name: &'static str, about: &'static str| clap::Command::new(name).about(about);
     let path = |id: &'static str, help: &'static str| Arg::new(id).required(true).help(help);
-    let option = |id: &'static str, help: &'static str| {
-        Arg::new(id)
-            .long(id)
-            .help(help)
-            .allow_negative_numbers(true)
-    };
-    let switch = |id: &'static str, help: &'static str| {
-        Arg::new(id).long(id).action(ArgAction::SetTrue).help(help)
-    };
-    let pack = command(
-        "pack",
-        "Tokenise text once, into a file that every run maps",
-    )
-    .arg(path("input", "Text and jsonl files, folders, globs").num_args(1..))
-    .arg(option("tokenizer", "`bytes`, a tokenizer.json or its folder").required(true))
-    .arg(option("out", "Folder to write").required(true))
-    .arg(option("text_field", "Name of the text in a JSON record").default_value("text"))
-    .arg(
-        option("on_bad_record", "stop, or skip and count")
-            .value_parser(["stop", "skip"])
-            .default_value("stop"),
-    )
-    .arg(
-        boolean_flag("add_bos")
-            .default_value("true")
-            .help("BOS before each document"),
-    )
-    .arg(
-        boolean_flag("add_eos")
-            .default_value("true")
-            .help("EOS after each document"),
-    );
+    let option = |id: &'static str, help: &'static str| Arg::new(id).long(id).help(help).allow_negative_numbers(true);
+    let switch = |id: &'static str, help: &'static str| Arg::new(id).long(id).action(ArgAction::SetTrue).help(help);
+    let pack = command("pack", "Tokenise text once, into a file that every run maps")
+        .arg(path("input", "Text and jsonl files, folders, globs").num_args(1..))
+        .arg(option("tokenizer", "`bytes`, a tokenizer.json or its folder").required(true))
+        .arg(option("out", "Folder to write").required(true))
+        .arg(option("text_field", "Name of the text in a JSON record").default_value("text"))
+        .arg(option("on_bad_record", "stop, or skip and count").value_parser(["stop", "skip"]).default_value("stop"))
+        .arg(boolean_flag("add_bos").default_value("true").help("BOS before each document"))
+        .arg(boolean_flag("add_eos").default_value("true").help("EOS after each document"));
     clap::Command::new("castor")
         .version(env!("CARGO_PKG_VERSION"))
         .about("Trains Llama models beyond one GPU's memory: device, host and NVMe as one")
@@ -300,40 +253,24 @@ fn tree() -> clap::Command {
             "Exit codes: 0 done, 1 failed, 2 wrong command line or input, 3 does not fit, \
              130/143 interrupted",
         )
-        .subcommand(command(
-            "run",
-            "Start one process per device: run --nproc_per_node 2 train …",
-        ))
-        .subcommand(training_flags(command(
-            "train",
-            "Train: one rank, or that which the environment names",
-        )))
+        .subcommand(command("run", "Start one process per device: run --nproc_per_node 2 train …"))
+        .subcommand(training_flags(command("train", "Train: one rank, or that which the environment names")))
         .subcommand(
-            training_flags(command(
-                "plan",
-                "Say where bytes would be and how long a step takes",
-            ))
-            .arg(
-                option("ranks", "Ranks to plan for [as the environment says]")
-                    .aliases(["world_size", "nproc_per_node"]),
-            )
-            .arg(switch("json", "Print the plan as JSON")),
+            training_flags(command("plan", "Say where bytes would be and how long a step takes"))
+                .arg(
+                    option("ranks", "Ranks to plan for [as the environment says]")
+                        .aliases(["world_size", "nproc_per_node"]),
+                )
+                .arg(switch("json", "Print the plan as JSON")),
         )
         .subcommand(
-            training_flags(command(
-                "parity",
-                "One forward and backward, held against expected tensors",
-            ))
-            .arg(option("batch", "safetensors with input_ids and labels").required(true))
-            .arg(option("expect", "safetensors with loss and gradients"))
-            .arg(option("out", "Where to write loss and gradients"))
-            .arg(option("tolerance", "Largest relative error that passes").default_value("1e-4")),
+            training_flags(command("parity", "One forward and backward, held against expected tensors"))
+                .arg(option("batch", "safetensors with input_ids and labels").required(true))
+                .arg(option("expect", "safetensors with loss and gradients"))
+                .arg(option("out", "Where to write loss and gradients"))
+                .arg(option("tolerance", "Largest relative error that passes").default_value("1e-4")),
         )
-        .subcommand(
-            command("data", "Prepare data")
-                .subcommand_required(true)
-                .subcommand(pack),
-        )
+        .subcommand(command("data", "Prepare data").subcommand_required(true).subcommand(pack))
         .subcommand(
             command("export", "Checkpoint to a Hugging Face folder")
                 .arg(path("checkpoint", "Checkpoint folder"))
@@ -345,15 +282,11 @@ fn tree() -> clap::Command {
                 ),
         )
         .subcommand(
-            command("report", "Render the report of a recorded run")
-                .arg(path("run_dir", "The run's --output_dir")),
+            command("report", "Render the report of a recorded run").arg(path("run_dir", "The run's --output_dir")),
         )
         .subcommand(
-            command(
-                "doctor",
-                "What this machine has, what is missing and what to do",
-            )
-            .arg(switch("bench", "Measure links, memory, disk and GEMM")),
+            command("doctor", "What this machine has, what is missing and what to do")
+                .arg(switch("bench", "Measure links, memory, disk and GEMM")),
         )
 }
 
@@ -411,11 +344,7 @@ fn training_flags(mut command: clap::Command) -> clap::Command {
 
 /// `--name`, or `--name value`.
 fn boolean_flag(name: &'static str) -> Arg {
-    Arg::new(name)
-        .long(name)
-        .num_args(0..=1)
-        .default_missing_value("true")
-        .value_name("V")
+    Arg::new(name).long(name).num_args(0..=1).default_missing_value("true").value_name("V")
 }
 
 /// clap's error as one sentence, with the flag that was probably meant.
@@ -425,25 +354,16 @@ fn usage(error: &clap::Error) -> Error {
         _ => None,
     };
     let meant = |near: Option<&str>, dashes: &str| {
-        near.map(|near| format!("; did you mean {dashes}{near}?"))
-            .unwrap_or_default()
+        near.map(|near| format!("; did you mean {dashes}{near}?")).unwrap_or_default()
     };
     Error::Usage(match error.kind() {
         ErrorKind::UnknownArgument => {
             let typed = context(ContextKind::InvalidArg).unwrap_or_default();
-            let name = typed
-                .trim_start_matches('-')
-                .split('=')
-                .next()
-                .unwrap_or_default()
-                .replace('-', "_");
+            let name = typed.trim_start_matches('-').split('=').next().unwrap_or_default().replace('-', "_");
             match table::REFUSED.iter().find(|(refused, _)| *refused == name) {
                 Some((_, why)) => format!("--{name}: {why}"),
                 None if typed.starts_with("--") => {
-                    format!(
-                        "unknown flag {typed}{}",
-                        meant(nearest(&name, table::names()), "--")
-                    )
+                    format!("unknown flag {typed}{}", meant(nearest(&name, table::names()), "--"))
                 }
                 None if typed.starts_with('-') => format!("unknown flag {typed}"),
                 None => format!("{typed} is not expected here: values follow a flag"),
@@ -453,10 +373,7 @@ fn usage(error: &clap::Error) -> Error {
         ErrorKind::InvalidSubcommand => {
             let typed = context(ContextKind::InvalidSubcommand).unwrap_or_default();
             let tree = tree();
-            let names: Vec<&str> = tree
-                .get_subcommands()
-                .map(clap::Command::get_name)
-                .collect();
+            let names: Vec<&str> = tree.get_subcommands().map(clap::Command::get_name).collect();
             format!(
                 "unknown command {typed}{} (commands: {})",
                 meant(nearest(&typed, names.iter().copied()), ""),

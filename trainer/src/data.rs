@@ -63,17 +63,10 @@ impl DataSpec {
 ///
 /// # Errors
 /// [`Error::Usage`] naming file and line or offset; or how many tokens the smallest usable data would have.
-pub fn open(
-    spec: &DataSpec,
-    tokenizer: &str,
-    length: usize,
-    vocabulary: u64,
-) -> Result<(PackedRows, Vec<String>)> {
+pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) -> Result<(PackedRows, Vec<String>)> {
     let mut notices = Vec::new();
     let paths = files::expand(&spec.inputs, &mut notices)?;
-    let (tokens, texts): (Vec<PathBuf>, Vec<PathBuf>) = paths
-        .into_iter()
-        .partition(|path| tokens::is_token_file(path));
+    let (tokens, texts): (Vec<PathBuf>, Vec<PathBuf>) = paths.into_iter().partition(|path| tokens::is_token_file(path));
     if !tokens.is_empty() && !texts.is_empty() {
         return Err(Error::Usage(format!(
             "--data mixes token files ({}) and text ({}); pack the text first with `castor data pack`",

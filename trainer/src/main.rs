@@ -20,26 +20,15 @@ fn main() -> ExitCode {
 fn run() -> Result<()> {
     match cli::parse(std::env::args_os())? {
         Command::Text(text) => say(&text),
-        Command::DataPack {
-            spec,
-            tokenizer,
-            out,
-        } => {
+        Command::DataPack { spec, tokenizer, out } => {
             let summary = data::pack(&spec, &Tokenizer::open(&tokenizer)?, &out)?;
             for notice in &summary.notices {
                 eprintln!("castor: {notice}");
             }
-            say(&format!(
-                "{} tokens of {} documents in {}\n",
-                summary.tokens,
-                summary.documents,
-                out.display()
-            ));
+            say(&format!("{} tokens of {} documents in {}\n", summary.tokens, summary.documents, out.display()));
         }
         _ => {
-            return Err(Error::Failed(
-                "this build has only `data pack` and --print_config".into(),
-            ));
+            return Err(Error::Failed("this build has only `data pack` and --print_config".into()));
         }
     }
     Ok(())

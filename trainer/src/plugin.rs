@@ -48,54 +48,17 @@ pub struct Preset {
     pub what: &'static str,
 }
 
-const NONE: Sharding = Sharding {
-    parameters: false,
-    gradients: false,
-    optimizer: false,
-};
-const ZERO1: Sharding = Sharding {
-    optimizer: true,
-    ..NONE
-};
-const ZERO2: Sharding = Sharding {
-    gradients: true,
-    ..ZERO1
-};
-const ZERO3: Sharding = Sharding {
-    parameters: true,
-    ..ZERO2
-};
+const NONE: Sharding = Sharding { parameters: false, gradients: false, optimizer: false };
+const ZERO1: Sharding = Sharding { optimizer: true, ..NONE };
+const ZERO2: Sharding = Sharding { gradients: true, ..ZERO1 };
+const ZERO3: Sharding = Sharding { parameters: true, ..ZERO2 };
 
 /// Every preset.
 pub const PRESETS: &[Preset] = &[
-    preset(
-        "ddp",
-        &["no_shard"],
-        NONE,
-        Placement::Device,
-        "nothing sharded, all on the device",
-    ),
-    preset(
-        "zero1",
-        &[],
-        ZERO1,
-        Placement::Device,
-        "optimizer states sharded",
-    ),
-    preset(
-        "zero2",
-        &["shard_grad_op"],
-        ZERO2,
-        Placement::Device,
-        "and gradients sharded",
-    ),
-    preset(
-        "zero3",
-        &["fsdp", "full_shard"],
-        ZERO3,
-        Placement::Device,
-        "and parameters sharded",
-    ),
+    preset("ddp", &["no_shard"], NONE, Placement::Device, "nothing sharded, all on the device"),
+    preset("zero1", &[], ZERO1, Placement::Device, "optimizer states sharded"),
+    preset("zero2", &["shard_grad_op"], ZERO2, Placement::Device, "and gradients sharded"),
+    preset("zero3", &["fsdp", "full_shard"], ZERO3, Placement::Device, "and parameters sharded"),
     preset(
         "zero2_offload",
         &["zero2_cpu", "shard_grad_op_offload"],
@@ -105,44 +68,15 @@ pub const PRESETS: &[Preset] = &[
     ),
     preset(
         "zero3_offload",
-        &[
-            "zero3_cpu",
-            "fsdp_cpu",
-            "fsdp_offload",
-            "full_shard_offload",
-        ],
+        &["zero3_cpu", "fsdp_cpu", "fsdp_offload", "full_shard_offload"],
         ZERO3,
         Placement::Host,
         "zero3, everything on the host",
     ),
-    preset(
-        "gemini_cuda",
-        &[],
-        ZERO3,
-        Placement::DeviceFirst,
-        "zero3, device first, spills only what does not fit",
-    ),
-    preset(
-        "gemini_cpu",
-        &[],
-        ZERO3,
-        Placement::HostFirst,
-        "zero3, host first",
-    ),
-    preset(
-        "gemini_auto",
-        &[],
-        ZERO3,
-        Placement::Auto,
-        "zero3, placed for the least step time",
-    ),
-    preset(
-        "gemini",
-        &["gemini_static"],
-        ZERO3,
-        Placement::Static,
-        "zero3, fractions as given",
-    ),
+    preset("gemini_cuda", &[], ZERO3, Placement::DeviceFirst, "zero3, device first, spills only what does not fit"),
+    preset("gemini_cpu", &[], ZERO3, Placement::HostFirst, "zero3, host first"),
+    preset("gemini_auto", &[], ZERO3, Placement::Auto, "zero3, placed for the least step time"),
+    preset("gemini", &["gemini_static"], ZERO3, Placement::Static, "zero3, fractions as given"),
 ];
 
 const fn preset(
@@ -152,13 +86,7 @@ const fn preset(
     placement: Placement,
     what: &'static str,
 ) -> Preset {
-    Preset {
-        name,
-        aliases,
-        sharding,
-        placement,
-        what,
-    }
+    Preset { name, aliases, sharding, placement, what }
 }
 
 /// The preset of this name or alias; `-` and `_` are the same.
@@ -167,11 +95,7 @@ const fn preset(
 /// [`Error::Usage`] with the nearest name and all names.
 pub fn find(name: &str) -> Result<Preset> {
     let wanted = name.replace('-', "_").to_ascii_lowercase();
-    let all = || {
-        PRESETS
-            .iter()
-            .flat_map(|p| std::iter::once(p.name).chain(p.aliases.iter().copied()))
-    };
+    let all = || PRESETS.iter().flat_map(|p| std::iter::once(p.name).chain(p.aliases.iter().copied()));
     PRESETS
         .iter()
         .find(|preset| preset.name == wanted || preset.aliases.contains(&wanted.as_str()))
@@ -182,10 +106,7 @@ pub fn find(name: &str) -> Result<Preset> {
                 None => String::new(),
             };
             let names: Vec<_> = PRESETS.iter().map(|p| p.name).collect();
-            Error::Usage(format!(
-                "--plugin {name} is not known{meant} (plugins: {})",
-                names.join(", ")
-            ))
+            Error::Usage(format!("--plugin {name} is not known{meant} (plugins: {})", names.join(", ")))
         })
 }
 
@@ -210,9 +131,9 @@ pub fn from_fsdp(words: &str) -> Result<Preset> {
         }
     }
     match base {
-        Some("no_shard") if !offload.is_empty() => Err(Error::Usage(format!(
-            "--fsdp \"{words}\": offload needs full_shard or shard_grad_op"
-        ))),
+        Some("no_shard") if !offload.is_empty() => {
+            Err(Error::Usage(format!("--fsdp \"{words}\": offload needs full_shard or shard_grad_op")))
+        }
         Some(base) => find(&format!("{base}{offload}")),
         None => Err(Error::Usage(format!(
             "--fsdp \"{words}\" names no sharding; add full_shard, shard_grad_op or no_shard"
@@ -227,21 +148,10 @@ mod tests {
     #[test]
     fn names_aliases_and_near_misses() {
         assert_eq!(find("fsdp").unwrap().name, "zero3");
-        assert_eq!(
-            find("zero2-cpu").unwrap().placement,
-            Placement::OptimizerOnHost
-        );
-        assert!(
-            find("gemni_cuda")
-                .unwrap_err()
-                .to_string()
-                .contains("did you mean gemini_cuda?")
-        );
+        assert_eq!(find("zero2-cpu").unwrap().placement, Placement::OptimizerOnHost);
+        assert!(find("gemni_cuda").unwrap_err().to_string().contains("did you mean gemini_cuda?"));
         assert!(find("3d").unwrap_err().to_string().contains("gemini_auto"));
-        let mut names: Vec<_> = PRESETS
-            .iter()
-            .flat_map(|p| p.aliases.iter().copied().chain([p.name]))
-            .collect();
+        let mut names: Vec<_> = PRESETS.iter().flat_map(|p| p.aliases.iter().copied().chain([p.name])).collect();
         let count = names.len();
         names.sort_unstable();
         names.dedup();
@@ -251,16 +161,8 @@ mod tests {
     #[test]
     fn fsdp_words() {
         assert_eq!(from_fsdp("full_shard auto_wrap").unwrap().name, "zero3");
-        assert_eq!(
-            from_fsdp("shard_grad_op offload").unwrap().name,
-            "zero2_offload"
-        );
-        assert!(
-            from_fsdp("hybrid_shard")
-                .unwrap_err()
-                .to_string()
-                .contains("hybrid_shard")
-        );
+        assert_eq!(from_fsdp("shard_grad_op offload").unwrap().name, "zero2_offload");
+        assert!(from_fsdp("hybrid_shard").unwrap_err().to_string().contains("hybrid_shard"));
         assert!(from_fsdp("auto_wrap").is_err());
     }
 }

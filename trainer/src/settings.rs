@@ -306,8 +306,7 @@ pub struct EmulatedLinks {
 impl Settings {
     /// Updates of the run over the rows that `sampler` deals.
     pub fn total_steps(&self, sampler: &Sampler) -> u64 {
-        self.max_steps
-            .unwrap_or_else(|| sampler.steps(self.num_epochs))
+        self.max_steps.unwrap_or_else(|| sampler.steps(self.num_epochs))
     }
 
     /// The model's shape, from `--model DIR/config.json` or the given `config.json`, with notices.

@@ -65,9 +65,9 @@ impl Raw {
         let path = values.join(" ");
         if path.ends_with(".json") {
             return match self.given.contains_key("model_config") {
-                true => Err(Error::Usage(format!(
-                    "--config {path} and --model_config both name a model's shape; give one"
-                ))),
+                true => {
+                    Err(Error::Usage(format!("--config {path} and --model_config both name a model's shape; give one")))
+                }
                 false => self.set("model_config", values, origin),
             };
         }
@@ -84,9 +84,7 @@ impl Raw {
     fn read_toml(&mut self, path: &str, text: &str) -> Result<()> {
         let refuse = |reason: String| Error::Usage(format!("{path}: {reason}"));
         let table: toml::Table = toml::from_str(text).map_err(|e| {
-            let line = e.span().map_or(1, |span| {
-                1 + text[..span.start.min(text.len())].matches('\n').count()
-            });
+            let line = e.span().map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
             refuse(format!("line {line}: {}", e.message().replace('\n', " ")))
         })?;
         let origin = Origin::File(path.to_string());
@@ -95,45 +93,26 @@ impl Raw {
                 toml::Value::Array(items) => items.iter().map(scalar).collect::<Option<Vec<_>>>(),
                 other => scalar(other).map(|value| vec![value]),
             }
-            .ok_or_else(|| {
-                refuse(format!(
-                    "{name} is a table; keys are flag names with plain values"
-                ))
-            })?;
+            .ok_or_else(|| refuse(format!("{name} is a table; keys are flag names with plain values")))?;
             let name = name.replace('-', "_");
             if let Some(flag) = table::find(&name) {
                 if flag.key == "config" {
-                    return Err(refuse(
-                        "config cannot name a further file; the model's shape is model_config"
-                            .into(),
-                    ));
+                    return Err(refuse("config cannot name a further file; the model's shape is model_config".into()));
                 }
                 // A pair such as betas may be an array.
-                let values = if flag.kind == Kind::List {
-                    values
-                } else {
-                    vec![values.join(",")]
-                };
+                let values = if flag.kind == Kind::List { values } else { vec![values.join(",")] };
                 self.set(flag.key, values, origin.clone())?;
-            } else if let Some(short) = SHORTHANDS.iter().find(|s| s.names.contains(&name.as_str()))
-            {
+            } else if let Some(short) = SHORTHANDS.iter().find(|s| s.names.contains(&name.as_str())) {
                 match boolean(&values.join(",")) {
                     Some(true) => self.set(short.key, vec![short.value.into()], origin.clone())?,
                     Some(false) => {}
                     None => {
-                        return Err(refuse(format!(
-                            "{name} is {}; true or false was expected",
-                            values.join(",")
-                        )));
+                        return Err(refuse(format!("{name} is {}; true or false was expected", values.join(","))));
                     }
                 }
             } else {
-                let meant =
-                    nearest(&name, table::names()).map(|near| format!("; did you mean {near}?"));
-                return Err(refuse(format!(
-                    "unknown key {name}{}",
-                    meant.unwrap_or_default()
-                )));
+                let meant = nearest(&name, table::names()).map(|near| format!("; did you mean {near}?"));
+                return Err(refuse(format!("unknown key {name}{}", meant.unwrap_or_default())));
             }
         }
         Ok(())
@@ -152,9 +131,7 @@ impl Raw {
 
     /// Where the value of `key` came from.
     pub fn origin(&self, key: &str) -> Origin {
-        self.given
-            .get(key)
-            .map_or(Origin::Default, |(_, origin)| origin.clone())
+        self.given.get(key).map_or(Origin::Default, |(_, origin)| origin.clone())
     }
 
     /// Whether `key` has its default's value, given or not.
@@ -169,9 +146,7 @@ impl Raw {
             let values = self.values(flag.key);
             let quoted = |value: &String| match (value.parse::<f64>(), value.as_str()) {
                 // A number as TOML writes it, too: not `.5`, not `+1`.
-                (Ok(number), _) if number.is_finite() && value.parse::<toml::Value>().is_ok() => {
-                    value.clone()
-                }
+                (Ok(number), _) if number.is_finite() && value.parse::<toml::Value>().is_ok() => value.clone(),
                 (_, "true" | "false") => value.clone(),
                 _ => format!("{value:?}"),
             };
@@ -181,22 +156,11 @@ impl Raw {
                     continue;
                 }
                 (Kind::List, values) => {
-                    format!(
-                        "[{}]",
-                        values
-                            .iter()
-                            .map(|v| format!("{v:?}"))
-                            .collect::<Vec<_>>()
-                            .join(", ")
-                    )
+                    format!("[{}]", values.iter().map(|v| format!("{v:?}")).collect::<Vec<_>>().join(", "))
                 }
                 (_, values) => quoted(&values[0]),
             };
-            text.push_str(&format!(
-                "{} = {value} # {}\n",
-                flag.key,
-                self.origin(flag.key)
-            ));
+            text.push_str(&format!("{} = {value} # {}\n", flag.key, self.origin(flag.key)));
         }
         text
     }
@@ -207,69 +171,34 @@ impl Raw {
             Origin::File(path) => format!(" (in {path})"),
             _ => String::new(),
         };
-        Error::Usage(format!(
-            "--{key} is {}{from}; {expected}",
-            self.values(key).join(" ")
-        ))
+        Error::Usage(format!("--{key} is {}{from}; {expected}", self.values(key).join(" ")))
     }
 
     /// The value parsed; an unset key is refused.
-    pub fn parse<T>(
-        &self,
-        key: &str,
-        expected: &str,
-        parse: impl Fn(&str) -> Option<T>,
-    ) -> Result<T> {
+    pub fn parse<T>(&self, key: &str, expected: &str, parse: impl Fn(&str) -> Option<T>) -> Result<T> {
         let values = self.values(key);
-        let text = values
-            .first()
-            .ok_or_else(|| Error::Usage(format!("--{key} is not given; {expected}")))?;
+        let text = values.first().ok_or_else(|| Error::Usage(format!("--{key} is not given; {expected}")))?;
         parse(text.trim()).ok_or_else(|| self.refuse(key, &format!("{expected} was expected")))
     }
 
     /// The value parsed, or None if unset.
-    pub fn optional<T>(
-        &self,
-        key: &str,
-        expected: &str,
-        parse: impl Fn(&str) -> Option<T>,
-    ) -> Result<Option<T>> {
-        if self.values(key).is_empty() {
-            Ok(None)
-        } else {
-            self.parse(key, expected, parse).map(Some)
-        }
+    pub fn optional<T>(&self, key: &str, expected: &str, parse: impl Fn(&str) -> Option<T>) -> Result<Option<T>> {
+        if self.values(key).is_empty() { Ok(None) } else { self.parse(key, expected, parse).map(Some) }
     }
 
     /// One of a few names.
     pub fn choice<T: Copy>(&self, key: &str, choices: &[(&str, T)]) -> Result<T> {
         let value = self.values(key).concat().to_ascii_lowercase();
-        choices
-            .iter()
-            .find(|(name, _)| *name == value)
-            .map(|(_, choice)| *choice)
-            .ok_or_else(|| {
-                let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
-                let meant = nearest(&value, names.iter().copied())
-                    .map(|near| format!(" (did you mean {near}?)"));
-                self.refuse(
-                    key,
-                    &format!(
-                        "one of {} was expected{}",
-                        names.join(", "),
-                        meant.unwrap_or_default()
-                    ),
-                )
-            })
+        choices.iter().find(|(name, _)| *name == value).map(|(_, choice)| *choice).ok_or_else(|| {
+            let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
+            let meant = nearest(&value, names.iter().copied()).map(|near| format!(" (did you mean {near}?)"));
+            self.refuse(key, &format!("one of {} was expected{}", names.join(", "), meant.unwrap_or_default()))
+        })
     }
 }
 
 fn default(key: &str) -> &'static str {
-    FLAGS
-        .iter()
-        .find(|flag| flag.key == key)
-        .map(|flag| flag.default)
-        .expect("the key is a row of the table")
+    FLAGS.iter().find(|flag| flag.key == key).map(|flag| flag.default).expect("the key is a row of the table")
 }
 
 fn scalar(value: &toml::Value) -> Option<String> {

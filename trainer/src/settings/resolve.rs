@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use super::raw::Raw;
 use super::values::{boolean, size};
 use super::{
-    BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention,
-    MemorySettings, OptimizerKind, OptimizerSettings, OutputSettings, Precision, PrecisionSettings,
-    Recompute, Resume, ScheduleKind, ScheduleSettings, Settings, StateFormat, Warmup,
+    BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings, OptimizerKind,
+    OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind, ScheduleSettings,
+    Settings, StateFormat, Warmup,
 };
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
@@ -31,17 +31,13 @@ impl Settings {
             max_length: max_length(raw)?,
             seed: count(raw, "seed", 0)?,
             order: match switch(raw, "shuffle")? {
-                true => Order::Shuffled {
-                    seed: count(raw, "seed", 0)?,
-                },
+                true => Order::Shuffled { seed: count(raw, "seed", 0)? },
                 false => Order::Sequential,
             },
             batch_size: count(raw, "batch_size", 1)?,
             gradient_accumulation_steps: count(raw, "gradient_accumulation_steps", 1)?,
             max_steps: max_steps(raw)?,
-            num_epochs: number(raw, "num_epochs", "a number above 0", |x| {
-                x > 0.0 && x < 1e9
-            })?,
+            num_epochs: number(raw, "num_epochs", "a number above 0", |x| x > 0.0 && x < 1e9)?,
             optimizer,
             schedule: schedule(raw)?,
             precision: precision(raw)?,
@@ -71,19 +67,12 @@ fn data(raw: &Raw) -> Result<DataSpec> {
     Ok(DataSpec {
         inputs: raw.values("data"),
         text_field: raw.values("text_field").concat(),
-        on_bad_record: raw.choice(
-            "on_bad_record",
-            &[("stop", OnBadRecord::Stop), ("skip", OnBadRecord::Skip)],
-        )?,
+        on_bad_record: raw.choice("on_bad_record", &[("stop", OnBadRecord::Stop), ("skip", OnBadRecord::Skip)])?,
         token_format: match raw.values("token_format").is_empty() {
             true => None,
             false => Some(raw.choice(
                 "token_format",
-                &[
-                    ("llmc", TokenFormat::LlmC),
-                    ("nanogpt", TokenFormat::NanoGpt),
-                    ("megatron", TokenFormat::Megatron),
-                ],
+                &[("llmc", TokenFormat::LlmC), ("nanogpt", TokenFormat::NanoGpt), ("megatron", TokenFormat::Megatron)],
             )?),
         },
         bos: switch(raw, "add_bos")?,
@@ -103,12 +92,7 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
             ("sophiag", OptimizerKind::Sophia),
         ],
     )?;
-    let beta = |text: &str| {
-        text.trim()
-            .parse()
-            .ok()
-            .filter(|beta| (0.0..1.0).contains(beta))
-    };
+    let beta = |text: &str| text.trim().parse().ok().filter(|beta| (0.0..1.0).contains(beta));
     let mut betas = raw
         .optional("betas", "two numbers in [0, 1), as in 0.9,0.999,", |text| {
             let (first, second) = text.trim_matches(['(', ')', '[', ']']).split_once(',')?;
@@ -124,9 +108,7 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
     if let Some(beta2) = raw.optional("adam_beta2", "a number in [0, 1)", beta)? {
         betas.1 = beta2;
     }
-    let clip = number(raw, "grad_clip", "0 (off) or a number above it", |x| {
-        x >= 0.0
-    })?;
+    let clip = number(raw, "grad_clip", "0 (off) or a number above it", |x| x >= 0.0)?;
     Ok(OptimizerSettings {
         kind,
         weight_decay: number(raw, "weight_decay", "a number of at least 0", |x| x >= 0.0)? as f32,
@@ -139,22 +121,12 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
 }
 
 fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
-    let convention = raw.choice(
-        "lr_convention",
-        &[
-            ("hf", LrConvention::HuggingFace),
-            ("colossalai", LrConvention::ColossalAi),
-        ],
-    )?;
-    let steps = number(
-        raw,
-        "warmup_steps",
-        "a number of updates (below 1: a share of them)",
-        |x| (0.0..1.0).contains(&x) || (x >= 1.0 && x.fract() == 0.0 && x < 9e15),
-    )?;
-    let ratio = number(raw, "warmup_ratio", "a number from 0 to 1", |x| {
-        (0.0..=1.0).contains(&x)
+    let convention =
+        raw.choice("lr_convention", &[("hf", LrConvention::HuggingFace), ("colossalai", LrConvention::ColossalAi)])?;
+    let steps = number(raw, "warmup_steps", "a number of updates (below 1: a share of them)", |x| {
+        (0.0..1.0).contains(&x) || (x >= 1.0 && x.fract() == 0.0 && x < 9e15)
     })?;
+    let ratio = number(raw, "warmup_ratio", "a number from 0 to 1", |x| (0.0..=1.0).contains(&x))?;
     Ok(ScheduleSettings {
         kind: raw.choice(
             "lr_scheduler_type",
@@ -172,20 +144,16 @@ fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
             _ => Warmup::Ratio(ratio),
         },
         convention,
-        min_lr_ratio: raw
-            .optional("min_lr_ratio", "a number from 0 to 1", ratio_of)?
-            .unwrap_or(match convention {
-                LrConvention::HuggingFace => 0.0,
-                LrConvention::ColossalAi => 0.1,
-            }),
+        min_lr_ratio: raw.optional("min_lr_ratio", "a number from 0 to 1", ratio_of)?.unwrap_or(match convention {
+            LrConvention::HuggingFace => 0.0,
+            LrConvention::ColossalAi => 0.1,
+        }),
     })
 }
 
 fn precision(raw: &Raw) -> Result<PrecisionSettings> {
     let positive = |key| number(raw, key, "a number above 0", |x| x > 0.0 && x.is_finite());
-    let fixed = number(raw, "loss_scale", "0 (dynamic) or a number above it", |x| {
-        x >= 0.0
-    })?;
+    let fixed = number(raw, "loss_scale", "0 (dynamic) or a number above it", |x| x >= 0.0)?;
     let loss_scale = LossScale {
         fixed: (fixed > 0.0).then_some(fixed as f32),
         initial: positive("initial_scale")? as f32,
@@ -197,29 +165,17 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
     if !(loss_scale.min..=loss_scale.max).contains(&loss_scale.initial) {
         return Err(raw.refuse(
             "initial_scale",
-            &format!(
-                "it must lie between --min_scale {} and --max_scale {}",
-                loss_scale.min, loss_scale.max
-            ),
+            &format!("it must lie between --min_scale {} and --max_scale {}", loss_scale.min, loss_scale.max),
         ));
     }
     Ok(PrecisionSettings {
         compute: raw.choice(
             "mixed_precision",
-            &[
-                ("no", Precision::Fp32),
-                ("fp16", Precision::Fp16),
-                ("bf16", Precision::Bf16),
-                ("fp32", Precision::Fp32),
-            ],
+            &[("no", Precision::Fp32), ("fp16", Precision::Fp16), ("bf16", Precision::Bf16), ("fp32", Precision::Fp32)],
         )?,
         states: raw.choice(
             "optimizer_states",
-            &[
-                ("fp32", StateFormat::Fp32),
-                ("bf16", StateFormat::Bf16),
-                ("8bit", StateFormat::Int8),
-            ],
+            &[("fp32", StateFormat::Fp32), ("bf16", StateFormat::Bf16), ("8bit", StateFormat::Int8)],
         )?,
         bf16_gradients: raw.choice("gradient_dtype", &[("fp32", false), ("bf16", true)])?,
         loss_scale,
@@ -237,32 +193,14 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
             )));
         }
     };
-    let budget = |key| {
-        raw.parse(
-            key,
-            "auto, a size such as 80GiB or 512MB, or a share such as 50%,",
-            Budget::parse,
-        )
-    };
-    let fraction = |key| {
-        number(raw, key, "a number from 0 to 1", |x| {
-            (0.0..=1.0).contains(&x)
-        })
-    };
+    let budget = |key| raw.parse(key, "auto, a size such as 80GiB or 512MB, or a share such as 50%,", Budget::parse);
+    let fraction = |key| number(raw, key, "a number from 0 to 1", |x| (0.0..=1.0).contains(&x));
     if plugin.placement != Placement::Static {
-        for key in [
-            "shard_param_frac",
-            "offload_param_frac",
-            "offload_optim_frac",
-        ] {
+        for key in ["shard_param_frac", "offload_param_frac", "offload_optim_frac"] {
             if !raw.is_default(key) {
-                return Err(raw.refuse(
-                    key,
-                    &format!(
-                        "only --plugin gemini reads it, and the plugin is {}",
-                        plugin.name
-                    ),
-                ));
+                return Err(
+                    raw.refuse(key, &format!("only --plugin gemini reads it, and the plugin is {}", plugin.name))
+                );
             }
         }
     }
@@ -298,21 +236,13 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
 }
 
 fn output(raw: &Raw) -> Result<OutputSettings> {
-    let every = |key| {
-        raw.parse(
-            key,
-            "a whole number of updates, a share below 1, or 0",
-            Every::parse,
-        )
-    };
+    let every = |key| raw.parse(key, "a whole number of updates, a share below 1, or 0", Every::parse);
     Ok(OutputSettings {
         dir: raw.values("output_dir").concat().into(),
         save: every("save_steps")?,
-        save_total_limit: raw.optional(
-            "save_total_limit",
-            "a whole number of at least 1",
-            |text| text.parse().ok().filter(|limit| *limit > 0),
-        )?,
+        save_total_limit: raw.optional("save_total_limit", "a whole number of at least 1", |text| {
+            text.parse().ok().filter(|limit| *limit > 0)
+        })?,
         resume: raw.parse("resume", "a checkpoint's folder, true or no", |text| {
             Some(match boolean(text) {
                 Some(false) => Resume::No,
@@ -322,26 +252,17 @@ fn output(raw: &Raw) -> Result<OutputSettings> {
         })?,
         logging: every("logging_steps")?,
         eval: every("eval_steps")?,
-        eval_fraction: number(raw, "eval_fraction", "a number from 0 to below 1", |x| {
-            (0.0..1.0).contains(&x)
-        })?,
+        eval_fraction: number(raw, "eval_fraction", "a number from 0 to below 1", |x| (0.0..1.0).contains(&x))?,
         profile_memory: switch(raw, "profile_memory")?,
     })
 }
 
 fn backend(raw: &Raw) -> Result<BackendSettings> {
-    let rate = |key| {
-        number(raw, key, "0 or a number of GB/s above it", |x| x >= 0.0)
-            .map(|x| (x > 0.0).then_some(x))
-    };
+    let rate = |key| number(raw, key, "0 or a number of GB/s above it", |x| x >= 0.0).map(|x| (x > 0.0).then_some(x));
     Ok(BackendSettings {
         kind: raw.choice(
             "backend",
-            &[
-                ("auto", BackendKind::Auto),
-                ("cuda", BackendKind::Cuda),
-                ("cpu", BackendKind::Cpu),
-            ],
+            &[("auto", BackendKind::Auto), ("cuda", BackendKind::Cuda), ("cpu", BackendKind::Cpu)],
         )?,
         deterministic: switch(raw, "deterministic")?,
         emulated: EmulatedLinks {
@@ -355,48 +276,30 @@ fn backend(raw: &Raw) -> Result<BackendSettings> {
 
 /// One token would leave nothing to predict.
 fn max_length(raw: &Raw) -> Result<usize> {
-    raw.parse(
-        "max_length",
-        &format!("a whole number from 2 to {LENGTH_MAX}"),
-        |text| {
-            text.parse()
-                .ok()
-                .filter(|length| (2..=LENGTH_MAX).contains(length))
-        },
-    )
+    raw.parse("max_length", &format!("a whole number from 2 to {LENGTH_MAX}"), |text| {
+        text.parse().ok().filter(|length| (2..=LENGTH_MAX).contains(length))
+    })
 }
 
 /// Hugging Face writes "not given" as -1.
 fn max_steps(raw: &Raw) -> Result<Option<u64>> {
-    raw.optional(
-        "max_steps",
-        "a whole number of at least 1 (or -1 for none)",
-        |text| match text {
-            "-1" => Some(None),
-            text => text.parse().ok().filter(|steps| *steps > 0).map(Some),
-        },
-    )
+    raw.optional("max_steps", "a whole number of at least 1 (or -1 for none)", |text| match text {
+        "-1" => Some(None),
+        text => text.parse().ok().filter(|steps| *steps > 0).map(Some),
+    })
     .map(Option::flatten)
 }
 
 fn count(raw: &Raw, key: &str, min: u64) -> Result<u64> {
-    raw.parse(key, &format!("a whole number of at least {min}"), |text| {
-        text.parse().ok().filter(|count| *count >= min)
-    })
+    raw.parse(key, &format!("a whole number of at least {min}"), |text| text.parse().ok().filter(|count| *count >= min))
 }
 
 fn number(raw: &Raw, key: &str, expected: &str, allowed: impl Fn(f64) -> bool) -> Result<f64> {
-    raw.parse(key, expected, |text| {
-        text.parse()
-            .ok()
-            .filter(|x: &f64| x.is_finite() && allowed(*x))
-    })
+    raw.parse(key, expected, |text| text.parse().ok().filter(|x: &f64| x.is_finite() && allowed(*x)))
 }
 
 fn ratio_of(text: &str) -> Option<f64> {
-    text.parse()
-        .ok()
-        .filter(|ratio| (0.0..=1.0).contains(ratio))
+    text.parse().ok().filter(|ratio| (0.0..=1.0).contains(ratio))
 }
 
 fn switch(raw: &Raw, key: &str) -> Result<bool> {

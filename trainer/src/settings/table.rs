@@ -53,15 +53,7 @@ const fn flag(
     default: &'static str,
     help: &'static str,
 ) -> Flag {
-    Flag {
-        key,
-        short,
-        aliases,
-        kind,
-        default,
-        help,
-        group,
-    }
+    Flag { key, short, aliases, kind, default, help, group }
 }
 
 const WHAT: &str = "What is trained";
@@ -180,32 +172,19 @@ pub(crate) const REFUSED: &[(&str, &str)] = &[
         "deepspeed",
         "DeepSpeed files are not read; use --plugin zero1|zero2|zero3|zero2_offload|zero3_offload with the flags here",
     ),
-    (
-        "tp",
-        "tensor parallelism is not offered; use a zero3 or gemini plugin",
-    ),
-    (
-        "pp",
-        "pipeline parallelism is not offered; use a zero3 or gemini plugin",
-    ),
-    (
-        "sp",
-        "sequence parallelism is not offered; use a zero3 or gemini plugin",
-    ),
+    ("tp", "tensor parallelism is not offered; use a zero3 or gemini plugin"),
+    ("pp", "pipeline parallelism is not offered; use a zero3 or gemini plugin"),
+    ("sp", "sequence parallelism is not offered; use a zero3 or gemini plugin"),
 ];
 
 /// The row of a key or alias, `-` read as `_`.
 pub(crate) fn find(name: &str) -> Option<&'static Flag> {
     let name = name.replace('-', "_");
-    FLAGS
-        .iter()
-        .find(|flag| flag.key == name || flag.aliases.contains(&name.as_str()))
+    FLAGS.iter().find(|flag| flag.key == name || flag.aliases.contains(&name.as_str()))
 }
 
 /// Every name that may be meant by a misspelt one.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
-    let flags = FLAGS
-        .iter()
-        .flat_map(|flag| flag.aliases.iter().copied().chain([flag.key]));
+    let flags = FLAGS.iter().flat_map(|flag| flag.aliases.iter().copied().chain([flag.key]));
     flags.chain(SHORTHANDS.iter().flat_map(|s| s.names.iter().copied()))
 }

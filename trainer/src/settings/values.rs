@@ -9,10 +9,7 @@ pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
         .into_iter()
         .map(|candidate| {
             let edits = strsim::normalized_damerau_levenshtein(name, candidate);
-            (
-                edits.max(strsim::jaro_winkler(name, candidate) - 0.1),
-                candidate,
-            )
+            (edits.max(strsim::jaro_winkler(name, candidate) - 0.1), candidate)
         })
         .filter(|(similarity, _)| *similarity >= NEAR - 0.1)
         .max_by(|a, b| a.0.total_cmp(&b.0))
@@ -57,9 +54,7 @@ impl Budget {
 /// Bytes from a number with an optional unit; powers of 1024 for KiB…, of 1000 for KB….
 pub(super) fn size(text: &str) -> Option<u64> {
     let text = text.trim();
-    let split = text
-        .find(|c: char| c.is_ascii_alphabetic() && c != 'e')
-        .unwrap_or(text.len());
+    let split = text.find(|c: char| c.is_ascii_alphabetic() && c != 'e').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let factor: f64 = match unit.to_ascii_lowercase().as_str() {
         "" | "b" => 1.0,
@@ -117,9 +112,7 @@ impl Every {
         match self {
             Every::Never => false,
             Every::Steps(steps) => done.is_multiple_of(steps),
-            Every::Fraction(fraction) => {
-                done.is_multiple_of(((total as f64 * fraction).ceil() as u64).max(1))
-            }
+            Every::Fraction(fraction) => done.is_multiple_of(((total as f64 * fraction).ceil() as u64).max(1)),
         }
     }
 }

@@ -1,0 +1,261 @@
+//! Plans: homes and sizes decided before anything is allocated, with what a rehearsal on the dry backend
+//! says they will cost.
+
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::ledger::{Category, Ledger};
+use crate::mem_stats::TickStats;
+use crate::policy::{Placement, PlacementPolicy, PolicyView};
+use crate::schedule::{Pass, Schedule};
+use crate::tensor_mgr::StatefulTensorMgr;
+use crate::transfer::Traffic;
+use castor_kernels::{Backend, Tier};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Bytes to which places in a window are rounded.
+pub const GRANULE: u64 = 256;
+/// Bytes to which places in files and staging are rounded: what direct I/O asks.
+pub const FILE_GRANULE: u64 = 4096;
+
+/// `bytes` as a place in `tier` takes them.
+pub const fn placed_bytes(tier: Tier, bytes: u64) -> u64 {
+    let granule = match tier {
+        Tier::Device => GRANULE,
+        Tier::Host | Tier::Nvme => FILE_GRANULE,
+    };
+    bytes.div_ceil(granule) * granule
+}
+
+/// What may be used of each tier, in bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Budgets {
+    /// Device memory of this rank, the driver's share included.
+    pub device: u64,
+    /// Pinned host memory of this rank.
+    pub host: u64,
+    /// Disk space of this rank, and the folder it is in.
+    pub nvme: u64,
+    /// Where the files go.
+    pub nvme_folder: Option<PathBuf>,
+}
+
+impl Budgets {
+    /// Bytes of a tier.
+    pub const fn of(&self, tier: Tier) -> u64 {
+        match tier {
+            Tier::Device => self.device,
+            Tier::Host => self.host,
+            Tier::Nvme => self.nvme,
+        }
+    }
+}
+
+/// Memory that the trainer wants beside model data, reserved for the whole run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Fixed {
+    /// On the device.
+    pub device: Vec<(Category, u64)>,
+    /// On the host.
+    pub host: Vec<(Category, u64)>,
+}
+
+/// What a rehearsal found.
+#[derive(Clone, Debug, Default)]
+pub struct Prediction {
+    /// Reserved bytes of each tier by category.
+    pub ledger: Ledger,
+    /// Most bytes of the window in use at once.
+    pub window_peak: u64,
+    /// Bytes per link of the training steps from the first on; from step `cycle` on the steps repeat.
+    pub train: Vec<Traffic>,
+    /// First step of the part of `train` that repeats for ever.
+    pub cycle: usize,
+    /// Bytes per link of one pass of the other kinds, between two training steps.
+    pub traffic: [Traffic; Pass::ALL.len()],
+    /// Live bytes at each tick of each pass.
+    pub ticks: [Vec<TickStats>; Pass::ALL.len()],
+}
+
+impl Prediction {
+    /// Bytes per link of training step number `step` (from 0) of an uninterrupted run.
+    pub fn step(&self, step: u64) -> Traffic {
+        let (step, period) = (step as usize, self.train.len() - self.cycle);
+        if step < self.train.len() { self.train[step] } else { self.train[self.cycle + (step - self.cycle) % period] }
+    }
+
+    /// Bytes per link of a steady training step, averaged over the steps that repeat.
+    pub fn steady(&self) -> Traffic {
+        let steps = &self.train[self.cycle..];
+        let mean = |link: fn(&Traffic) -> u64| steps.iter().map(link).sum::<u64>() / (steps.len() as u64).max(1);
+        Traffic {
+            host_to_device: mean(|t| t.host_to_device),
+            device_to_host: mean(|t| t.device_to_host),
+            nvme_read: mean(|t| t.nvme_read),
+            nvme_write: mean(|t| t.nvme_write),
+            gathered: mean(|t| t.gathered),
+            reduced: mean(|t| t.reduced),
+        }
+    }
+}
+
+/// Steps after which a rehearsal gives up looking for the point from which steps repeat.
+const LONGEST_REHEARSAL: usize = 24;
+
+/// A plan.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Name of the policy that made it.
+    pub policy: &'static str,
+    /// Homes and sizes.
+    pub placement: Placement,
+    /// The trainer's fixed memory.
+    pub fixed: Fixed,
+    /// What it was made for.
+    pub budgets: Budgets,
+    /// The recorded uses of each pass.
+    pub schedules: [Schedule; Pass::ALL.len()],
+    /// What it will cost.
+    pub predicted: Prediction,
+}
+
+/// A rehearsal: runs one pass of the given kind on the given manager.
+pub type Rehearsal<'a> = &'a dyn Fn(&mut StatefulTensorMgr, Pass) -> Result<()>;
+
+impl Plan {
+    /// Plans for `layout` under `budgets`, for a run that has these `passes`. `dry` makes a fresh counting backend; `driver_bytes` is what the real
+    /// device's driver holds beside the arena.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRoom`] with the shortage and the largest users if no placement of the policy fits.
+    pub fn make(
+        layout: &Layout,
+        fixed: Fixed,
+        policy: &dyn PlacementPolicy,
+        budgets: Budgets,
+        lookahead_bytes: Option<u64>,
+        driver_bytes: u64,
+        dry: &dyn Fn() -> Arc<dyn Backend>,
+        passes: &[Pass],
+        rehearse: Rehearsal<'_>,
+    ) -> Result<Plan> {
+        let schedules = Self::record(layout, &fixed, dry, passes, rehearse)?;
+        let workspace = dry().workspace_bytes();
+        let mut view = PolicyView {
+            layout,
+            schedule: &schedules[Pass::Train.index()],
+            room: [0; 3],
+            taken: Default::default(),
+            lookahead_bytes,
+            window_shortage: 0,
+        };
+        for (tier, fixed) in [(Tier::Device, &fixed.device), (Tier::Host, &fixed.host)] {
+            let mut taken: Vec<(String, u64)> =
+                fixed.iter().map(|(category, bytes)| (category.name().to_string(), *bytes)).collect();
+            if tier == Tier::Device {
+                taken.push((Category::Workspace.name().into(), workspace));
+                taken.push((Category::Driver.name().into(), driver_bytes));
+            }
+            view.taken[tier.index()] = taken;
+        }
+        for tier in Tier::ALL {
+            let taken: u64 = view.taken[tier.index()].iter().map(|(_, bytes)| bytes).sum();
+            let budget = budgets.of(tier);
+            if taken > budget {
+                let mut largest_users = view.taken[tier.index()].clone();
+                largest_users.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+                let what = "before any model data".into();
+                return Err(Error::OutOfRoom { tier, what, budget, short_by: taken - budget, largest_users });
+            }
+            view.room[tier.index()] = budget - taken;
+        }
+        // A window can be too small although its sum suffices (holes between copies of different sizes): the
+        // rehearsal finds out, and the policy is asked again with what was missing.
+        for _ in 0..8 {
+            let placement = policy.place(&view)?;
+            let mut plan = Plan {
+                policy: policy.name(),
+                placement,
+                fixed: fixed.clone(),
+                budgets: budgets.clone(),
+                schedules: schedules.clone(),
+                predicted: Prediction::default(),
+            };
+            let mut manager = StatefulTensorMgr::new(dry(), layout.clone(), plan.clone())?;
+            manager.reserve_driver(driver_bytes);
+            match Self::predict(&mut manager, passes, rehearse) {
+                Ok(predicted) => {
+                    plan.predicted = predicted;
+                    return Ok(plan);
+                }
+                Err(Error::OutOfRoom { tier: Tier::Device, short_by, .. }) => {
+                    view.window_shortage += short_by.div_ceil(GRANULE) * GRANULE;
+                }
+                Err(other) => return Err(other),
+            }
+        }
+        let placement = policy.place(&view)?;
+        Err(Error::OutOfRoom {
+            tier: Tier::Device,
+            what: "the window stays fragmented".into(),
+            budget: budgets.device,
+            short_by: view.window_shortage,
+            largest_users: vec![("window".into(), placement.window_bytes)],
+        })
+    }
+
+    /// Records the schedules with everything on an unlimited device.
+    fn record(
+        layout: &Layout,
+        fixed: &Fixed,
+        dry: &dyn Fn() -> Arc<dyn Backend>,
+        passes: &[Pass],
+        rehearse: Rehearsal<'_>,
+    ) -> Result<[Schedule; Pass::ALL.len()]> {
+        let mut homes = vec![None; layout.groups.len() * crate::units::Role::ALL.len()];
+        for chunk in layout.chunk_ids() {
+            homes[chunk.index()] = Some(Tier::Device);
+        }
+        let unlimited = layout.group_ids().map(|g| layout.full_bytes(g.chunk(crate::units::Role::Parameter)) * 8).sum();
+        let plan = Plan {
+            policy: "recording",
+            placement: Placement { homes, window_bytes: unlimited, staging_bytes: 0, lookahead_bytes: 0 },
+            fixed: fixed.clone(),
+            budgets: Budgets::default(),
+            schedules: Default::default(),
+            predicted: Prediction::default(),
+        };
+        let mut manager = StatefulTensorMgr::new(dry(), layout.clone(), plan)?;
+        for &pass in passes {
+            rehearse(&mut manager, pass)?;
+        }
+        Ok(manager.recorded())
+    }
+
+    /// Rehearses training steps until the manager is in a state in which it was before (from there on the steps
+    /// repeat), then one pass of each other kind.
+    fn predict(manager: &mut StatefulTensorMgr, passes: &[Pass], rehearse: Rehearsal<'_>) -> Result<Prediction> {
+        let (mut train, mut seen) = (Vec::new(), Vec::new());
+        let cycle = loop {
+            let signature = manager.signature();
+            if let Some(step) = seen.iter().position(|earlier| *earlier == signature) {
+                break step;
+            }
+            if train.len() == LONGEST_REHEARSAL {
+                break LONGEST_REHEARSAL - 1;
+            }
+            seen.push(signature);
+            rehearse(manager, Pass::Train)?;
+            train.push(manager.last_traffic(Pass::Train));
+        };
+        for &pass in passes.iter().filter(|pass| **pass != Pass::Train) {
+            rehearse(manager, pass)?;
+        }
+        Ok(Prediction { train, cycle, ..manager.observed() })
+    }
+
+    /// Bytes of a tier that the plan will take: its peak, for everything is reserved at the start.
+    pub fn peak(&self, tier: Tier) -> u64 {
+        self.predicted.ledger.total(tier)
+    }
+}
