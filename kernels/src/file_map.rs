@@ -23,35 +23,21 @@ impl FileMap {
     /// # Errors
     /// If the file cannot be opened, is not a regular file, or cannot be mapped.
     pub fn open(path: &Path) -> Result<FileMap> {
-        let refused = |call, bytes, reason: String| Error::File {
-            path: path.to_path_buf(),
-            call,
-            offset: 0,
-            bytes,
-            reason,
-        };
+        let refused =
+            |call, bytes, reason: String| Error::File { path: path.to_path_buf(), call, offset: 0, bytes, reason };
         let file = File::open(path).map_err(|e| refused("open", 0, e.to_string()))?;
-        let metadata = file
-            .metadata()
-            .map_err(|e| refused("stat", 0, e.to_string()))?;
+        let metadata = file.metadata().map_err(|e| refused("stat", 0, e.to_string()))?;
         if !metadata.is_file() {
             return Err(refused("map", 0, "this is not a regular file".into()));
         }
         if metadata.len() == 0 {
-            return Ok(FileMap {
-                path: path.to_path_buf(),
-                map: None,
-            });
+            return Ok(FileMap { path: path.to_path_buf(), map: None });
         }
         // SAFETY: the map is private to this type and only handed out as shared bytes that borrow it.
         // Bytes of any value are valid; a concurrent writer could change them, which the module's header
         // rules out for the files this type is for.
-        let map = unsafe { memmap2::Mmap::map(&file) }
-            .map_err(|e| refused("map", metadata.len(), e.to_string()))?;
-        Ok(FileMap {
-            path: path.to_path_buf(),
-            map: Some(map),
-        })
+        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| refused("map", metadata.len(), e.to_string()))?;
+        Ok(FileMap { path: path.to_path_buf(), map: Some(map) })
     }
 
     /// The file's bytes.

@@ -164,7 +164,11 @@ pub fn q8_second_scale(largest: f32) -> f32 {
 /// Second moment (≥ 0) → Q8 code, stochastically rounded with a uniform number.
 #[inline]
 pub fn q8_second_code(x: f32, scale: f32, uniform: f32) -> u8 {
-    let ratio = if scale > 0.0 { x.sqrt() / scale - 1.0 } else { 0.0 };
+    let ratio = if scale > 0.0 {
+        x.sqrt() / scale - 1.0
+    } else {
+        0.0
+    };
     (ratio + uniform).floor().clamp(0.0, 255.0) as u8
 }
 
@@ -224,19 +228,36 @@ mod tests {
         for i in 0..2000 {
             let x = crate::rng::normal(3, i);
             let scale = q8_first_scale(4.0);
-            let [low, high] = [0.0, 0.999_999_94].map(|r| q8_first_value(q8_first_code(x, scale, r), scale));
-            assert!(low <= x * 1.00001 + 1e-6 && x <= high + 1e-6 && high - low <= scale * 1.001, "{x}");
+            let [low, high] =
+                [0.0, 0.999_999_94].map(|r| q8_first_value(q8_first_code(x, scale, r), scale));
+            assert!(
+                low <= x * 1.00001 + 1e-6 && x <= high + 1e-6 && high - low <= scale * 1.001,
+                "{x}"
+            );
             let second = x * x;
             let scale = q8_second_scale(16.0);
-            let [low, high] = [0.0, 0.999_999_94].map(|r| q8_second_value(q8_second_code(second, scale, r), scale));
+            let [low, high] = [0.0, 0.999_999_94]
+                .map(|r| q8_second_value(q8_second_code(second, scale, r), scale));
             // Below the smallest code there is nothing to round down to.
-            assert!(low <= second * 1.00001 || low == scale * scale, "{second} {low}");
+            assert!(
+                low <= second * 1.00001 || low == scale * scale,
+                "{second} {low}"
+            );
             assert!(high >= second * 0.9999 && low > 0.0, "{second} {high}");
         }
-        assert_eq!(q8_first_value(q8_first_code(-4.0, q8_first_scale(4.0), 0.0), q8_first_scale(4.0)), -4.0);
+        assert_eq!(
+            q8_first_value(
+                q8_first_code(-4.0, q8_first_scale(4.0), 0.0),
+                q8_first_scale(4.0)
+            ),
+            -4.0
+        );
         for random in [0.0, 0.5, 0.999_999_94] {
             let scale = q8_second_scale(16.0);
-            assert_eq!(q8_second_value(q8_second_code(16.0, scale, random), scale), 16.0);
+            assert_eq!(
+                q8_second_value(q8_second_code(16.0, scale, random), scale),
+                16.0
+            );
         }
         assert_eq!(q8_first_code(0.0, q8_first_scale(0.0), 0.9), 0);
         assert_eq!(q8_second_value(q8_second_code(0.0, 0.0, 0.9), 0.0), 0.0);

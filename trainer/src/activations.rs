@@ -138,10 +138,7 @@ impl Cursor {
     }
 
     fn place(&mut self, bytes: u64) -> Place {
-        Place {
-            offset: self.take(bytes),
-            bytes,
-        }
+        Place { offset: self.take(bytes), bytes }
     }
 }
 
@@ -151,19 +148,8 @@ impl Activations {
     /// # Panics
     /// If there is not one level per block.
     pub fn new(request: Request, backend: &dyn Backend) -> Self {
-        let Request {
-            shape,
-            attention,
-            batch,
-            micro_batches,
-            dtype,
-            ..
-        } = request;
-        assert_eq!(
-            request.keep.len() as u64,
-            shape.blocks,
-            "one level per block"
-        );
+        let Request { shape, attention, batch, micro_batches, dtype, .. } = request;
+        assert_eq!(request.keep.len() as u64, shape.blocks, "one level per block");
         let tokens = batch * attention.sequence;
         let rows = |columns: u64| dtype.bytes(tokens * columns);
         let stats_bytes = DType::F32.bytes(tokens * shape.heads);
@@ -193,11 +179,8 @@ impl Activations {
         });
 
         let mut cursor = Cursor(0);
-        let blocks = request
-            .keep
-            .iter()
-            .map(|&level| cursor.take(kept[level as usize].bytes * micro_batches))
-            .collect();
+        let blocks =
+            request.keep.iter().map(|&level| cursor.take(kept[level as usize].bytes * micro_batches)).collect();
 
         let wide = rows(shape.ffn.max(shape.packed()));
         let row = dtype.bytes(shape.vocabulary);
@@ -205,8 +188,7 @@ impl Activations {
         let worst = request.keep.iter().max().copied().unwrap_or(Keep::All);
         let where_dropped = |from: Keep, bytes: u64| if worst >= from { bytes } else { 0 };
         let shared = Shared {
-            pool: cursor
-                .place(rows(shape.hidden).next_multiple_of(ALIGNMENT) * (micro_batches + 1)),
+            pool: cursor.place(rows(shape.hidden).next_multiple_of(ALIGNMENT) * (micro_batches + 1)),
             normed: cursor.place(rows(shape.hidden)),
             rstd: cursor.place(rstd_bytes),
             narrow: cursor.place(rows(shape.hidden.max(shape.query()))),
@@ -219,14 +201,7 @@ impl Activations {
             h2: cursor.place(where_dropped(Keep::Block, rows(shape.hidden))),
             gate_up: cursor.place(where_dropped(Keep::Ffn, rows(2 * shape.ffn))),
         };
-        Activations {
-            request,
-            kept,
-            blocks,
-            shared,
-            logits_rows,
-            bytes: cursor.0,
-        }
+        Activations { request, kept, blocks, shared, logits_rows, bytes: cursor.0 }
     }
 
     /// Bytes of the whole span.
@@ -256,16 +231,12 @@ impl Activations {
         let dropped = |block: u64| match self.request.keep[block as usize] {
             Keep::All | Keep::Selective => 0,
             Keep::Ffn => s.gate_up.bytes,
-            Keep::Block => {
-                s.gate_up.bytes + s.qkv.bytes + s.attention.bytes + s.stats.bytes + s.h2.bytes
-            }
+            Keep::Block => s.gate_up.bytes + s.qkv.bytes + s.attention.bytes + s.stats.bytes + s.h2.bytes,
         };
         let small = s.normed.bytes + s.rstd.bytes + s.scratch.bytes;
         match phase {
             Phase::Embed | Phase::EmbedBackward => hidden,
-            Phase::Forward(block) => {
-                kept(block + 1) + hidden + small + s.wide.bytes + dropped(block)
-            }
+            Phase::Forward(block) => kept(block + 1) + hidden + small + s.wide.bytes + dropped(block),
             Phase::Head => {
                 let all = kept(self.request.shape.blocks) + hidden + self.hidden_bytes();
                 all + small + s.narrow.bytes + s.wide.bytes + s.losses.bytes
@@ -294,8 +265,7 @@ impl Activations {
         let scalars = |place: Option<u64>, shared: Place, columns: u64| {
             let offset = place.map_or(shared.offset, |offset| own + offset);
             let elements = tokens * columns;
-            base.part(offset, DType::F32.bytes(elements))
-                .view(DType::F32)
+            base.part(offset, DType::F32.bytes(elements)).view(DType::F32)
         };
         block::Memory {
             keep,
@@ -312,11 +282,7 @@ impl Activations {
             gate_up: view(kept.gate_up, s.gate_up, 2 * shape.ffn),
             act: view(kept.act, s.wide, shape.ffn),
             wide: self.view(base, s.wide.offset, tokens * shape.ffn.max(shape.packed())),
-            narrow: self.view(
-                base,
-                s.narrow.offset,
-                tokens * shape.hidden.max(shape.query()),
-            ),
+            narrow: self.view(base, s.narrow.offset, tokens * shape.hidden.max(shape.query())),
             scratch: self.scratch(base),
         }
     }
@@ -352,25 +318,15 @@ impl Activations {
     /// Where the head of a micro-batch works.
     pub fn head(&self, base: Span, micro: u64, batch: u64) -> head::Memory {
         let s = &self.shared;
-        let (hidden, tokens) = (
-            self.request.shape.hidden,
-            batch * self.request.attention.sequence,
-        );
-        let scalars = |place: Place| {
-            base.part(place.offset, DType::F32.bytes(tokens))
-                .view(DType::F32)
-        };
+        let (hidden, tokens) = (self.request.shape.hidden, batch * self.request.attention.sequence);
+        let scalars = |place: Place| base.part(place.offset, DType::F32.bytes(tokens)).view(DType::F32);
         head::Memory {
             tokens,
             chunk: self.logits_rows,
             hidden: self.hidden(base, micro, batch),
             normed: self.view(base, s.normed.offset, tokens * hidden),
             rstd: scalars(s.rstd),
-            logits: self.view(
-                base,
-                s.wide.offset,
-                self.logits_rows * self.request.shape.vocabulary,
-            ),
+            logits: self.view(base, s.wide.offset, self.logits_rows * self.request.shape.vocabulary),
             d_normed: self.view(base, s.narrow.offset, tokens * hidden),
             losses: scalars(s.losses),
             scratch: self.scratch(base),
@@ -389,8 +345,7 @@ impl Activations {
     }
 
     fn scratch(&self, base: Span) -> View {
-        base.part(self.shared.scratch.offset, self.shared.scratch.bytes)
-            .view(DType::F32)
+        base.part(self.shared.scratch.offset, self.shared.scratch.bytes).view(DType::F32)
     }
 
     fn view(&self, base: Span, offset: u64, elements: u64) -> View {
@@ -402,11 +357,7 @@ impl Activations {
 /// Rows of logits within `bytes`: whole tiles of 128 where there are several.
 fn logits_rows(bytes: u64, row: u64, tokens: u64) -> u64 {
     let rows = (bytes / row).clamp(1, tokens);
-    if rows < tokens && rows > 128 {
-        rows / 128 * 128
-    } else {
-        rows
-    }
+    if rows < tokens && rows > 128 { rows / 128 * 128 } else { rows }
 }
 
 /// Scratch of attention and of the reductions over tokens, for every number of rows a micro-batch may have.

@@ -70,9 +70,7 @@ pub fn open(
 ) -> Result<(PackedRows, Vec<String>)> {
     let mut notices = Vec::new();
     let paths = files::expand(&spec.inputs, &mut notices)?;
-    let (tokens, texts): (Vec<PathBuf>, Vec<PathBuf>) = paths
-        .into_iter()
-        .partition(|path| tokens::is_token_file(path));
+    let (tokens, texts): (Vec<PathBuf>, Vec<PathBuf>) = paths.into_iter().partition(|path| tokens::is_token_file(path));
     if !tokens.is_empty() && !texts.is_empty() {
         return Err(Error::Usage(format!(
             "--data mixes token files ({}) and text ({}); pack the text first with `castor data pack`",

@@ -75,13 +75,7 @@ pub const fn formats(parameter: DType, gradient: DType, moments: DType) -> Forma
         DType::F16 => Some(DType::F32),
         _ => None,
     };
-    Formats {
-        parameter,
-        gradient,
-        master,
-        first: moments,
-        second: moments,
-    }
+    Formats { parameter, gradient, master, first: moments, second: moments }
 }
 
 /// What a run computes with, laid out; nothing is allocated.
@@ -116,30 +110,10 @@ impl Blueprint {
             },
             backend,
         );
-        let layout = Layout::new(
-            groups::specs(&shape),
-            options.formats,
-            options.sharding,
-            world,
-        );
-        let inputs = inputs::Layout::new(
-            &shape,
-            options.sequence,
-            options.batch,
-            options.micro_batches,
-            groups.count(),
-            world,
-        );
-        Blueprint {
-            options,
-            model: Model {
-                shape,
-                groups,
-                activations,
-            },
-            layout,
-            inputs,
-        }
+        let layout = Layout::new(groups::specs(&shape), options.formats, options.sharding, world);
+        let inputs =
+            inputs::Layout::new(&shape, options.sequence, options.batch, options.micro_batches, groups.count(), world);
+        Blueprint { options, model: Model { shape, groups, activations }, layout, inputs }
     }
 
     /// What the run computes with.
@@ -213,11 +187,7 @@ impl Blueprint {
     }
 
     fn inputs_in(&self, mgr: &StatefulTensorMgr) -> Inputs {
-        Inputs::new(
-            self.inputs,
-            mgr.fixed(Tier::Device, Category::Inputs),
-            mgr.fixed(Tier::Host, Category::Inputs),
-        )
+        Inputs::new(self.inputs, mgr.fixed(Tier::Device, Category::Inputs), mgr.fixed(Tier::Host, Category::Inputs))
     }
 }
 
@@ -425,9 +395,7 @@ impl Engine {
         // The forward is queued: looking at the step before costs no time now, and its verdict is needed from here on.
         let previous = self.track.resolve(ops, &self.inputs)?;
         let loss_scale = self.track.progress.loss_scale.scale();
-        pass.backward(Classify::Gradient {
-            scale: loss_scale / inputs.tokens as f32,
-        })?;
+        pass.backward(Classify::Gradient { scale: loss_scale / inputs.tokens as f32 })?;
         pass.norm(self.options.max_norm, loss_scale, self.inputs.control())?;
         let update = optimizer.update(lr, self.track.progress.applied);
         pass.update(update, rng::bits(self.options.seed, step, lane::ROUNDING))?;
@@ -444,9 +412,7 @@ impl Engine {
     pub fn estimate(&mut self, micro: &MicroBatch, labels: EstimateLabels) -> Result<()> {
         let step = self.track.progress.step;
         let Optimizer::Sophia { beta2, .. } = self.optimizer()? else {
-            return Err(Error::Usage(
-                "only --optimizer sophia estimates a Hessian".into(),
-            ));
+            return Err(Error::Usage("only --optimizer sophia estimates a Hessian".into()));
         };
         let tokens = self.total(micro.counted(self.options.sequence))?;
         if tokens == 0 {
@@ -483,9 +449,7 @@ impl Engine {
         let loss_scale = self.track.progress.loss_scale.scale();
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Train);
         pass.forward()?;
-        pass.backward(Classify::Gradient {
-            scale: loss_scale / inputs.tokens.max(1) as f32,
-        })?;
+        pass.backward(Classify::Gradient { scale: loss_scale / inputs.tokens.max(1) as f32 })?;
         pass.norm(0.0, loss_scale, self.inputs.control())?;
         pass.end()?;
         let ticket = self.inputs.read_back(ops)?;
@@ -497,11 +461,7 @@ impl Engine {
             lr: 0.0,
             loss_scale,
             tokens: inputs.tokens,
-            outcome: if readings.finite {
-                Outcome::Updated
-            } else {
-                Outcome::NotFinite
-            },
+            outcome: if readings.finite { Outcome::Updated } else { Outcome::NotFinite },
         })
     }
 
@@ -572,10 +532,7 @@ impl Engine {
 
     /// Goes on from a checkpoint's progress.
     pub fn resume(&mut self, progress: Progress) {
-        self.track = Track {
-            progress,
-            pending: None,
-        };
+        self.track = Track { progress, pending: None };
     }
 
     /// The named tensors and their places.
@@ -626,9 +583,9 @@ impl Engine {
     }
 
     fn optimizer(&self) -> Result<Optimizer> {
-        self.options.optimizer.ok_or_else(|| {
-            Error::Usage("this run has no optimizer: it only computes gradients".into())
-        })
+        self.options
+            .optimizer
+            .ok_or_else(|| Error::Usage("this run has no optimizer: it only computes gradients".into()))
     }
 
     fn begun(&mut self, lr: f64, tokens: u64, ticket: Option<Ticket>) {
@@ -650,16 +607,9 @@ impl Engine {
 pub(crate) fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
     let halves = bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
     match dtype {
-        DType::F32 => bytes
-            .chunks_exact(4)
-            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-            .collect(),
-        DType::F16 => halves
-            .map(|b| half::f16::from_le_bytes(b).to_f32())
-            .collect(),
-        DType::Bf16 => halves
-            .map(|b| half::bf16::from_le_bytes(b).to_f32())
-            .collect(),
+        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        DType::F16 => halves.map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),
+        DType::Bf16 => halves.map(|b| half::bf16::from_le_bytes(b).to_f32()).collect(),
         other => panic!("{other:?} is no type of weights, gradients or logits"),
     }
 }

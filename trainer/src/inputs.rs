@@ -70,23 +70,8 @@ const fn align(bytes: u64) -> u64 {
 
 impl Layout {
     /// For steps of at most `micro_batches` × `batch` rows of `sequence` tokens, and `groups` groups of chunks.
-    pub fn new(
-        shape: &Shape,
-        sequence: u64,
-        batch: u64,
-        micro_batches: u64,
-        groups: u64,
-        world: u64,
-    ) -> Self {
-        Layout {
-            sequence,
-            batch,
-            micro_batches,
-            vocabulary: shape.vocabulary,
-            groups,
-            head_dim: shape.head_dim,
-            world,
-        }
+    pub fn new(shape: &Shape, sequence: u64, batch: u64, micro_batches: u64, groups: u64, world: u64) -> Self {
+        Layout { sequence, batch, micro_batches, vocabulary: shape.vocabulary, groups, head_dim: shape.head_dim, world }
     }
 
     const fn tokens(&self) -> u64 {
@@ -174,9 +159,7 @@ impl Inputs {
         if let Some(mark) = self.copied[self.half] {
             ops.join(mark)?;
         }
-        let source = self
-            .host
-            .part(self.half as u64 * self.layout.tokens_bytes(), bytes);
+        let source = self.host.part(self.half as u64 * self.layout.tokens_bytes(), bytes);
         let staged = &self.staging[..(bytes / 4) as usize];
         ops.write_host(source, bytemuck::cast_slice(staged));
         ops.copy(Stream::Compute, source, self.device.part(0, bytes))?;
@@ -187,10 +170,7 @@ impl Inputs {
     /// Pretends that `micro_batches` full ones were sent: for rehearsal.
     pub fn pretend(&mut self, micro_batches: u64) {
         self.sent.clear();
-        let full = Sent {
-            batch: self.layout.batch,
-            distinct: self.layout.tokens().min(self.layout.vocabulary),
-        };
+        let full = Sent { batch: self.layout.batch, distinct: self.layout.tokens().min(self.layout.vocabulary) };
         self.sent.resize(micro_batches as usize, full);
     }
 
@@ -221,39 +201,29 @@ impl Inputs {
     /// f32 `[S,D]`
     pub fn rope(&self) -> View {
         let elements = self.layout.sequence * self.layout.head_dim;
-        self.device
-            .part(self.layout.tokens_bytes(), DType::F32.bytes(elements))
-            .view(DType::F32)
+        self.device.part(self.layout.tokens_bytes(), DType::F32.bytes(elements)).view(DType::F32)
     }
 
     /// f64, one per group.
     pub fn slots(&self) -> View {
         let offset = self.layout.tokens_bytes() + self.layout.rope_bytes();
-        self.device
-            .part(offset, DType::F64.bytes(self.layout.groups))
-            .view(DType::F64)
+        self.device.part(offset, DType::F64.bytes(self.layout.groups)).view(DType::F64)
     }
 
     /// f32 `[1]`: sum of the losses.
     pub fn loss(&self) -> View {
-        self.readings_span()
-            .part(0, DType::F32.bytes(1))
-            .view(DType::F32)
+        self.readings_span().part(0, DType::F32.bytes(1)).view(DType::F32)
     }
 
     /// The update's control scalars.
     pub fn control(&self) -> View {
-        self.readings_span()
-            .part(16, DType::F32.bytes(control::COUNT))
-            .view(DType::F32)
+        self.readings_span().part(16, DType::F32.bytes(control::COUNT)).view(DType::F32)
     }
 
     /// The Hessian estimate's control scalars.
     pub fn hessian_control(&self) -> View {
         let offset = self.layout.device_bytes() - ALIGNMENT;
-        self.device
-            .part(offset, DType::F32.bytes(control::COUNT))
-            .view(DType::F32)
+        self.device.part(offset, DType::F32.bytes(control::COUNT)).view(DType::F32)
     }
 
     /// Makes `view` the sum over all ranks, between the operators before and after this call.
@@ -278,10 +248,7 @@ impl Inputs {
         self.reading ^= 1;
         let half = self.reading;
         ops.copy(Stream::Compute, self.readings_span(), self.readings(half))?;
-        Ok(Ticket {
-            half,
-            mark: ops.mark(Stream::Compute),
-        })
+        Ok(Ticket { half, mark: ops.mark(Stream::Compute) })
     }
 
     /// Waits for readings. At most two tickets may be open.
@@ -294,12 +261,7 @@ impl Inputs {
         ops.read_host(self.readings(ticket.half), &mut bytes);
         let at = |index: u64| {
             let start = (16 + index * 4) as usize;
-            f32::from_le_bytes([
-                bytes[start],
-                bytes[start + 1],
-                bytes[start + 2],
-                bytes[start + 3],
-            ])
+            f32::from_le_bytes([bytes[start], bytes[start + 1], bytes[start + 2], bytes[start + 3]])
         };
         Ok(Readings {
             loss_sum: f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
@@ -323,9 +285,7 @@ impl Inputs {
     fn micro(&self, micro: u64, index: u64, elements: u64) -> View {
         let each = align(DType::I32.bytes(self.layout.tokens()));
         let offset = micro * self.layout.micro_bytes() + index * each;
-        self.device
-            .part(offset, DType::I32.bytes(elements))
-            .view(DType::I32)
+        self.device.part(offset, DType::I32.bytes(elements)).view(DType::I32)
     }
 
     fn prepare(&mut self, micros: &[MicroBatch]) -> Result<()> {
@@ -349,11 +309,7 @@ impl Inputs {
             let tokens = micro.ids.len();
             let (ids, order) = (&mut ids[..tokens], &mut order[..tokens]);
             ids.copy_from_slice(micro.ids);
-            shift(
-                micro.labels,
-                &mut targets[..tokens],
-                layout.sequence as usize,
-            );
+            shift(micro.labels, &mut targets[..tokens], layout.sequence as usize);
             let distinct = sort(ids, order, starts);
             self.sent.push(Sent { batch, distinct });
         }
@@ -379,18 +335,12 @@ fn rows(micro: &MicroBatch, layout: &Layout) -> Result<u64> {
         )));
     }
     if micro.labels.len() != micro.ids.len() {
-        return Err(Error::Failed(format!(
-            "a micro-batch has {tokens} token ids and {} labels",
-            micro.labels.len()
-        )));
+        return Err(Error::Failed(format!("a micro-batch has {tokens} token ids and {} labels", micro.labels.len())));
     }
     let known = 0..layout.vocabulary;
     let outside = |id: i32| u64::try_from(id).map_or(true, |id| !known.contains(&id));
     let bad_id = micro.ids.iter().find(|&&id| outside(id));
-    let bad_label = micro
-        .labels
-        .iter()
-        .find(|&&label| label != IGNORED && outside(label));
+    let bad_label = micro.labels.iter().find(|&&label| label != IGNORED && outside(label));
     match (bad_id, bad_label) {
         (Some(id), _) => Err(out_of_range("token id", *id, layout)),
         (_, Some(label)) => Err(out_of_range("label", *label, layout)),
@@ -408,10 +358,7 @@ fn out_of_range(what: &str, value: i32, layout: &Layout) -> Error {
 
 /// Targets: each row's labels one to the left, nothing at its end.
 fn shift(labels: &[i32], targets: &mut [i32], sequence: usize) {
-    for (labels, targets) in labels
-        .chunks_exact(sequence)
-        .zip(targets.chunks_exact_mut(sequence))
-    {
+    for (labels, targets) in labels.chunks_exact(sequence).zip(targets.chunks_exact_mut(sequence)) {
         targets[..sequence - 1].copy_from_slice(&labels[1..]);
         targets[sequence - 1] = IGNORED;
     }
@@ -454,10 +401,7 @@ mod tests {
         let mut targets = [0; 6];
         shift(&labels, &mut targets, 3);
         assert_eq!(targets, [1, -100, -100, 4, 5, -100]);
-        let micro = MicroBatch {
-            ids: &[0; 6],
-            labels: &labels,
-        };
+        let micro = MicroBatch { ids: &[0; 6], labels: &labels };
         let counted = targets.iter().filter(|&&t| t != IGNORED).count() as u64;
         assert_eq!(micro.counted(3), counted);
     }

@@ -23,13 +23,7 @@ pub struct Dynamic {
 
 impl Default for Dynamic {
     fn default() -> Self {
-        Dynamic {
-            initial: 65_536.0,
-            window: 1000,
-            hysteresis: 2,
-            floor: 1.0,
-            ceiling: 4_294_967_296.0,
-        }
+        Dynamic { initial: 65_536.0, window: 1000, hysteresis: 2, floor: 1.0, ceiling: 4_294_967_296.0 }
     }
 }
 
@@ -49,13 +43,7 @@ pub struct LossScale {
 impl LossScale {
     /// Dynamic with these constants, or fixed at 1.
     pub fn new(dynamic: Option<Dynamic>) -> Self {
-        LossScale {
-            dynamic,
-            scale: dynamic.map_or(1.0, |d| d.initial),
-            clean: 0,
-            forgiven: 0,
-            skipped_in_a_row: 0,
-        }
+        LossScale { dynamic, scale: dynamic.map_or(1.0, |d| d.initial), clean: 0, forgiven: 0, skipped_in_a_row: 0 }
     }
 
     /// The scale of the next step.
@@ -115,12 +103,7 @@ mod tests {
     use super::*;
 
     fn small() -> LossScale {
-        LossScale::new(Some(Dynamic {
-            initial: 8.0,
-            window: 3,
-            floor: 2.0,
-            ..Dynamic::default()
-        }))
+        LossScale::new(Some(Dynamic { initial: 8.0, window: 3, floor: 2.0, ..Dynamic::default() }))
     }
 
     #[test]
@@ -146,13 +129,7 @@ mod tests {
         let mut scale = small();
         let steps = (0..100).take_while(|_| scale.learn(false).is_ok()).count();
         assert_eq!(steps as u32, 3 + PATIENCE - 1);
-        assert!(
-            scale
-                .learn(false)
-                .unwrap_err()
-                .to_string()
-                .contains("floor")
-        );
+        assert!(scale.learn(false).unwrap_err().to_string().contains("floor"));
         let mut fixed = LossScale::new(None);
         let steps = (0..100).take_while(|_| fixed.learn(false).is_ok()).count();
         assert_eq!((steps as u32, fixed.scale()), (PATIENCE - 1, 1.0));

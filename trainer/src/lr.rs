@@ -72,11 +72,7 @@ impl Schedule {
 
 /// Steps of warm-up: `steps` where it is above 0, else `ratio` of the total, rounded up.
 pub fn warmup_steps(steps: u64, ratio: f64, total: u64) -> u64 {
-    if steps > 0 {
-        steps
-    } else {
-        (total as f64 * ratio).ceil() as u64
-    }
+    if steps > 0 { steps } else { (total as f64 * ratio).ceil() as u64 }
 }
 
 #[cfg(test)]
@@ -84,21 +80,12 @@ mod tests {
     use super::*;
 
     fn cosine(base: f64, warmup: u64, total: u64) -> Schedule {
-        Schedule {
-            base,
-            decay: Decay::Cosine,
-            convention: Convention::HuggingFace,
-            warmup,
-            total,
-        }
+        Schedule { base, decay: Decay::Cosine, convention: Convention::HuggingFace, warmup, total }
     }
 
     /// To as many digits as the reference printed.
     fn close(value: f64, expected: f64) {
-        assert!(
-            (value - expected).abs() <= expected.abs() * 1e-3 + 1e-12,
-            "{value} is not {expected}"
-        );
+        assert!((value - expected).abs() <= expected.abs() * 1e-3 + 1e-12, "{value} is not {expected}");
     }
 
     #[test]
@@ -115,24 +102,14 @@ mod tests {
     #[test]
     fn hugging_face_rates_of_a_longer_run() {
         let schedule = cosine(2e-5, 5, 100);
-        for (step, expected) in [
-            (0, 0.0),
-            (1, 4e-6),
-            (4, 1.6e-5),
-            (5, 2e-5),
-            (50, 1.08258e-5),
-            (99, 5.467e-9),
-        ] {
+        for (step, expected) in [(0, 0.0), (1, 4e-6), (4, 1.6e-5), (5, 2e-5), (50, 1.08258e-5), (99, 5.467e-9)] {
             close(schedule.at(step), expected);
         }
     }
 
     #[test]
     fn colossal_ai_starts_above_zero_and_ends_at_a_tenth() {
-        let schedule = Schedule {
-            convention: Convention::ColossalAi { min_ratio: 0.1 },
-            ..cosine(3e-4, 2, 10)
-        };
+        let schedule = Schedule { convention: Convention::ColossalAi { min_ratio: 0.1 }, ..cosine(3e-4, 2, 10) };
         close(schedule.at(0), 1.5e-4);
         close(schedule.at(1), 3e-4);
         close(schedule.at(2), 3e-4);
@@ -143,17 +120,11 @@ mod tests {
 
     #[test]
     fn constant_and_linear() {
-        let linear = Schedule {
-            decay: Decay::Linear,
-            ..cosine(1.0, 2, 6)
-        };
+        let linear = Schedule { decay: Decay::Linear, ..cosine(1.0, 2, 6) };
         close(linear.at(1), 0.5);
         close(linear.at(4), 0.5);
         close(linear.at(6), 0.0);
-        let constant = Schedule {
-            decay: Decay::Constant,
-            ..linear
-        };
+        let constant = Schedule { decay: Decay::Constant, ..linear };
         close(constant.at(5), 1.0);
     }
 

@@ -40,12 +40,7 @@ impl Optimizer {
     /// The update with learning rate `lr` after `applied` updates were made.
     pub fn update(&self, lr: f64, applied: u64) -> Update {
         match *self {
-            Optimizer::AdamW {
-                beta1,
-                beta2,
-                eps,
-                weight_decay,
-            } => Update::AdamW(ops::AdamW {
+            Optimizer::AdamW { beta1, beta2, eps, weight_decay } => Update::AdamW(ops::AdamW {
                 lr: lr as f32,
                 beta1: beta1 as f32,
                 beta2: beta2 as f32,
@@ -54,12 +49,7 @@ impl Optimizer {
                 inv_bias1: inverse_bias(beta1, applied + 1),
                 inv_bias2: inverse_bias(beta2, applied + 1),
             }),
-            Optimizer::Sophia {
-                beta1,
-                rho,
-                weight_decay,
-                ..
-            } => Update::Sophia(ops::Sophia {
+            Optimizer::Sophia { beta1, rho, weight_decay, .. } => Update::Sophia(ops::Sophia {
                 lr: lr as f32,
                 beta1: beta1 as f32,
                 rho: rho as f32,
@@ -71,9 +61,7 @@ impl Optimizer {
     /// β2 of the Hessian estimate if one is due before the update of step `step` (from 0).
     pub fn estimates_at(&self, step: u64) -> Option<f32> {
         match *self {
-            Optimizer::Sophia { beta2, every, .. } if step.is_multiple_of(every.max(1)) => {
-                Some(beta2 as f32)
-            }
+            Optimizer::Sophia { beta2, every, .. } if step.is_multiple_of(every.max(1)) => Some(beta2 as f32),
             _ => None,
         }
     }
@@ -97,19 +85,10 @@ mod tests {
 
     #[test]
     fn bias_corrections_follow_the_updates_made() {
-        let adamw = Optimizer::AdamW {
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.1,
-        };
-        let Update::AdamW(first) = adamw.update(1e-3, 0) else {
-            panic!("not AdamW")
-        };
+        let adamw = Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let Update::AdamW(first) = adamw.update(1e-3, 0) else { panic!("not AdamW") };
         assert!((first.inv_bias1 - 10.0).abs() < 1e-4 && (first.inv_bias2 - 20.0).abs() < 1e-4);
-        let Update::AdamW(late) = adamw.update(1e-3, u64::MAX / 2) else {
-            panic!("not AdamW")
-        };
+        let Update::AdamW(late) = adamw.update(1e-3, u64::MAX / 2) else { panic!("not AdamW") };
         assert_eq!((late.inv_bias1, late.inv_bias2), (1.0, 1.0));
         assert_eq!(adamw.estimates_at(0), None);
         let second_moment = (1.0 - first.beta2) * first.inv_bias2;
@@ -121,13 +100,7 @@ mod tests {
 
     #[test]
     fn sophia_estimates_every_k_steps_from_the_first() {
-        let sophia = Optimizer::Sophia {
-            beta1: 0.965,
-            beta2: 0.99,
-            rho: 0.04,
-            weight_decay: 0.1,
-            every: 2,
-        };
+        let sophia = Optimizer::Sophia { beta1: 0.965, beta2: 0.99, rho: 0.04, weight_decay: 0.1, every: 2 };
         let due: Vec<bool> = (0..4).map(|s| sophia.estimates_at(s).is_some()).collect();
         assert_eq!(due, [true, false, true, false]);
     }

@@ -42,11 +42,7 @@ impl Batch {
         let file = parse(path, &bytes)?;
         let tensor = |name: &str| {
             let numbered = format!("{name}.{index}");
-            let plain = if index == 0 {
-                file.tensor(name)
-            } else {
-                file.tensor(&numbered)
-            };
+            let plain = if index == 0 { file.tensor(name) } else { file.tensor(&numbered) };
             plain
                 .or_else(|_| file.tensor(&numbered))
                 .map_err(|_| wrong(path, format!("holds neither {name} nor {numbered}")))
@@ -54,31 +50,18 @@ impl Batch {
         let ids = tensor("input_ids")?;
         let labels = tensor("labels")?;
         let &[rows, sequence] = ids.shape() else {
-            return Err(wrong(
-                path,
-                format!(
-                    "input_ids has shape {:?}; it must be [rows, tokens]",
-                    ids.shape()
-                ),
-            ));
+            return Err(wrong(path, format!("input_ids has shape {:?}; it must be [rows, tokens]", ids.shape())));
         };
         if rows == 0 || sequence < 2 {
             return Err(wrong(
                 path,
-                format!(
-                    "input_ids has shape {:?}; at least one row of two tokens is needed",
-                    ids.shape()
-                ),
+                format!("input_ids has shape {:?}; at least one row of two tokens is needed", ids.shape()),
             ));
         }
         if labels.shape() != ids.shape() {
             return Err(wrong(
                 path,
-                format!(
-                    "input_ids has shape {:?} and labels {:?}; they must agree",
-                    ids.shape(),
-                    labels.shape()
-                ),
+                format!("input_ids has shape {:?} and labels {:?}; they must agree", ids.shape(), labels.shape()),
             ));
         }
         Ok(Batch {
@@ -95,10 +78,7 @@ impl Batch {
 
     /// As a micro-batch.
     pub fn micro(&self) -> MicroBatch<'_> {
-        MicroBatch {
-            ids: &self.ids,
-            labels: &self.labels,
-        }
+        MicroBatch { ids: &self.ids, labels: &self.labels }
     }
 }
 
@@ -144,19 +124,11 @@ impl fmt::Display for Report {
         writeln!(f, "loss      {:.7}", self.loss)?;
         writeln!(f, "grad_norm {:.7}", self.grad_norm)?;
         for (name, error) in &self.errors {
-            let verdict = if *error <= self.tolerance {
-                "ok"
-            } else {
-                "BEYOND"
-            };
+            let verdict = if *error <= self.tolerance { "ok" } else { "BEYOND" };
             writeln!(f, "{error:9.2e} {verdict:6} {name}")?;
         }
         if let Some((name, error)) = self.worst() {
-            writeln!(
-                f,
-                "worst     {error:.2e} in {name} (tolerance {:.1e})",
-                self.tolerance
-            )?;
+            writeln!(f, "worst     {error:.2e} in {name} (tolerance {:.1e})", self.tolerance)?;
         }
         Ok(())
     }
@@ -214,10 +186,7 @@ pub fn compute(engine: &mut Engine, batch: &Batch, counted: u64) -> Result<Resul
         Ok(())
     })?;
     let tokens = engine.total(counted)?;
-    let step = engine.gradients(&StepInputs {
-        micros: &micros,
-        tokens,
-    })?;
+    let step = engine.gradients(&StepInputs { micros: &micros, tokens })?;
     let mut results = Results::default();
     let shape = vec![batch.rows() as usize, batch.sequence as usize, vocabulary];
     results.tensors.insert("logits".into(), (shape, logits));
@@ -238,8 +207,7 @@ pub fn compute(engine: &mut Engine, batch: &Batch, counted: u64) -> Result<Resul
 
 impl Results {
     fn add_scalar(&mut self, name: &str, value: f64) {
-        self.tensors
-            .insert(name.into(), (vec![1], vec![value as f32]));
+        self.tensors.insert(name.into(), (vec![1], vec![value as f32]));
     }
 
     /// Relative error of every tensor of `path` that is a result's.
@@ -255,22 +223,13 @@ impl Results {
                 continue;
             };
             if expected.shape() != shape {
-                return Err(wrong(
-                    path,
-                    format!(
-                        "{name} has shape {:?}; the model's is {shape:?}",
-                        expected.shape()
-                    ),
-                ));
+                return Err(wrong(path, format!("{name} has shape {:?}; the model's is {shape:?}", expected.shape())));
             }
             let expected = floats(path, name, &expected)?;
             errors.insert(name.clone(), relative_error(values, &expected));
         }
         if errors.is_empty() {
-            return Err(wrong(
-                path,
-                "holds none of logits, loss, grad_norm, grad.<tensor name>".into(),
-            ));
+            return Err(wrong(path, "holds none of logits, loss, grad_norm, grad.<tensor name>".into()));
         }
         Ok(errors)
     }
@@ -280,9 +239,7 @@ impl Results {
     /// # Errors
     /// If the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let failed = |reason: String| {
-            Error::Failed(format!("{}: cannot be written: {reason}", path.display()))
-        };
+        let failed = |reason: String| Error::Failed(format!("{}: cannot be written: {reason}", path.display()));
         let views: Vec<_> = self
             .tensors
             .iter()
@@ -299,24 +256,18 @@ impl Results {
 /// ‖a − b‖ / ‖b‖, or ‖a‖ where b is zero.
 pub fn relative_error(a: &[f32], b: &[f32]) -> f64 {
     let square = |x: f64| x * x;
-    let difference: f64 = a
-        .iter()
-        .zip(b)
-        .map(|(&a, &b)| square(f64::from(a) - f64::from(b)))
-        .sum();
+    let difference: f64 = a.iter().zip(b).map(|(&a, &b)| square(f64::from(a) - f64::from(b))).sum();
     let norm: f64 = b.iter().map(|&b| square(f64::from(b))).sum();
     let scale = if norm == 0.0 { 1.0 } else { norm.sqrt() };
     difference.sqrt() / scale
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>> {
-    std::fs::read(path)
-        .map_err(|error| Error::Usage(format!("{}: cannot be read: {error}", path.display())))
+    std::fs::read(path).map_err(|error| Error::Usage(format!("{}: cannot be read: {error}", path.display())))
 }
 
 fn parse<'b>(path: &Path, bytes: &'b [u8]) -> Result<SafeTensors<'b>> {
-    SafeTensors::deserialize(bytes)
-        .map_err(|error| wrong(path, format!("is not a safetensors file: {error}")))
+    SafeTensors::deserialize(bytes).map_err(|error| wrong(path, format!("is not a safetensors file: {error}")))
 }
 
 fn wrong(path: &Path, what: String) -> Error {
@@ -325,16 +276,12 @@ fn wrong(path: &Path, what: String) -> Error {
 
 fn integers(path: &Path, name: &str, tensor: &TensorView) -> Result<Vec<i32>> {
     let narrow = |value: i64| {
-        i32::try_from(value)
-            .map_err(|_| wrong(path, format!("{name} holds {value}, which is no token id")))
+        i32::try_from(value).map_err(|_| wrong(path, format!("{name} holds {value}, which is no token id")))
     };
     match tensor.dtype() {
         Dtype::I64 => each(tensor, i64::from_le_bytes).map(narrow).collect(),
         Dtype::I32 => Ok(each(tensor, i32::from_le_bytes).collect()),
-        other => Err(wrong(
-            path,
-            format!("{name} is {other:?}; it must be I64 or I32"),
-        )),
+        other => Err(wrong(path, format!("{name} is {other:?}; it must be I64 or I32"))),
     }
 }
 
@@ -344,10 +291,7 @@ fn floats(path: &Path, name: &str, tensor: &TensorView) -> Result<Vec<f32>> {
         Dtype::F32 => Ok(each(tensor, f32::from_le_bytes).collect()),
         Dtype::F16 => Ok(each(tensor, |b| half::f16::from_le_bytes(b).to_f32()).collect()),
         Dtype::BF16 => Ok(each(tensor, |b| half::bf16::from_le_bytes(b).to_f32()).collect()),
-        other => Err(wrong(
-            path,
-            format!("{name} is {other:?}; it must be a float type"),
-        )),
+        other => Err(wrong(path, format!("{name} is {other:?}; it must be a float type"))),
     }
 }
 

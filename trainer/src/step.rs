@@ -48,12 +48,7 @@ pub(crate) struct Step<'a> {
 
 impl<'a> Step<'a> {
     /// Begins a pass over the micro-batches that were sent.
-    pub fn begin(
-        mgr: &'a mut StatefulTensorMgr,
-        model: &'a Model,
-        inputs: &'a Inputs,
-        pass: Pass,
-    ) -> Self {
+    pub fn begin(mgr: &'a mut StatefulTensorMgr, model: &'a Model, inputs: &'a Inputs, pass: Pass) -> Self {
         let ops = Arc::clone(mgr.backend());
         let memory = mgr.fixed(Tier::Device, Category::Activations);
         mgr.begin_pass(pass);
@@ -78,9 +73,7 @@ impl<'a> Step<'a> {
         self.tick("embed", Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
         for micro in 0..self.micros {
-            let out = model
-                .activations
-                .block_input(self.memory, 0, micro, self.batch(micro));
+            let out = model.activations.block_input(self.memory, 0, micro, self.batch(micro));
             self.embed(&lease, micro, out);
         }
         self.mgr.release(lease)?;
@@ -92,9 +85,7 @@ impl<'a> Step<'a> {
             for micro in 0..self.micros {
                 let batch = self.batch(micro);
                 let places = model.activations.block(self.memory, block, micro, batch);
-                let out = model
-                    .activations
-                    .block_output(self.memory, block, micro, batch);
+                let out = model.activations.block_output(self.memory, block, micro, batch);
                 self.block().forward(&weights, &places, out);
             }
             self.mgr.release(lease)?;
@@ -107,10 +98,7 @@ impl<'a> Step<'a> {
     ///
     /// # Errors
     /// If the world below or `observe` refuses.
-    pub fn evaluate(
-        &mut self,
-        observe: &mut dyn FnMut(u64, u64, View) -> castor_kernels::Result<()>,
-    ) -> Result<()> {
+    pub fn evaluate(&mut self, observe: &mut dyn FnMut(u64, u64, View) -> castor_kernels::Result<()>) -> Result<()> {
         let model = self.model;
         self.tick("embed", Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
@@ -125,9 +113,7 @@ impl<'a> Step<'a> {
             let lease = self.weights(group)?;
             let weights = self.block_tensors(&lease, group);
             for micro in 0..self.micros {
-                let mut places = model
-                    .activations
-                    .block(self.memory, 0, 0, self.batch(micro));
+                let mut places = model.activations.block(self.memory, 0, 0, self.batch(micro));
                 places.input = self.hidden(micro);
                 self.block().forward(&weights, &places, places.input);
             }
@@ -141,14 +127,9 @@ impl<'a> Step<'a> {
         for micro in 0..self.micros {
             let places = self.head_memory(micro);
             let targets = self.inputs.targets(micro);
-            head::losses(
-                self.ops.as_ref(),
-                &model.shape,
-                &weights,
-                targets,
-                &places,
-                &mut |logits, first| observe(micro, first, logits),
-            )?;
+            head::losses(self.ops.as_ref(), &model.shape, &weights, targets, &places, &mut |logits, first| {
+                observe(micro, first, logits)
+            })?;
             self.ops.sum(places.losses, self.inputs.loss(), Into::Add);
         }
         self.mgr.release(lease)?;
@@ -205,12 +186,8 @@ impl<'a> Step<'a> {
     pub fn hessian(&mut self, beta2: f32, tokens: f32, inverse_loss_scale: f32) -> Result<()> {
         for group in (0..self.model.groups.count() as u32).map(GroupId) {
             self.tick("hessian", group, Phase::Update)?;
-            let gradient = self
-                .mgr
-                .acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
-            let hessian = self
-                .mgr
-                .acquire(group.chunk(Role::Second), Access::UpdateShard)?;
+            let gradient = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
+            let hessian = self.mgr.acquire(group.chunk(Role::Second), Access::UpdateShard)?;
             self.ops.hessian(
                 gradient.view(),
                 hessian.view(),
@@ -249,9 +226,7 @@ impl<'a> Step<'a> {
         let mut first_token = 0;
         for micro in 0..self.micros {
             let places = self.head_memory(micro);
-            let d_hidden = model
-                .activations
-                .d_hidden(self.memory, micro, self.batch(micro));
+            let d_hidden = model.activations.d_hidden(self.memory, micro, self.batch(micro));
             head::forward_backward(
                 self.ops.as_ref(),
                 &model.shape,
@@ -285,8 +260,7 @@ impl<'a> Step<'a> {
             let batch = self.batch(micro);
             let places = model.activations.block(self.memory, block, micro, batch);
             let d_h = model.activations.d_hidden(self.memory, micro, batch);
-            self.block()
-                .backward(&weights, &places, d_h, &gradients, into(micro));
+            self.block().backward(&weights, &places, d_h, &gradients, into(micro));
         }
         self.mgr.release(lease)?;
         self.square_last()?;
@@ -301,9 +275,7 @@ impl<'a> Step<'a> {
             None => (self.produce(Groups::EMBEDDING)?, false),
         };
         for micro in 0..self.micros {
-            let d_out = model
-                .activations
-                .d_hidden(self.memory, micro, self.batch(micro));
+            let d_out = model.activations.d_hidden(self.memory, micro, self.batch(micro));
             embedding::backward(
                 self.ops.as_ref(),
                 &model.shape,
@@ -337,10 +309,7 @@ impl<'a> Step<'a> {
             master: master.as_ref().map(Lease::view),
             first: first.view(),
             second: second.view(),
-            decayed: laid_out
-                .decayed
-                .saturating_sub(parameter.first())
-                .min(parameter.elements()),
+            decayed: laid_out.decayed.saturating_sub(parameter.first()).min(parameter.elements()),
             seed,
             first_element: laid_out.first_element + parameter.first(),
         };
@@ -368,11 +337,7 @@ impl<'a> Step<'a> {
     /// The head's own weights, and the embedding's if that is its matrix.
     fn head_weights(&mut self) -> Result<(Lease, Option<Lease>)> {
         let lease = self.weights(self.model.groups.head())?;
-        let table = if self.model.shape.tied {
-            Some(self.weights(Groups::EMBEDDING)?)
-        } else {
-            None
-        };
+        let table = if self.model.shape.tied { Some(self.weights(Groups::EMBEDDING)?) } else { None };
         Ok((lease, table))
     }
 
@@ -387,22 +352,16 @@ impl<'a> Step<'a> {
     fn head_tensors(&self, own: &Lease, table: Option<&Lease>) -> head::Tensors {
         let head = self.model.groups.head();
         match table {
-            Some(table) => head::Tensors {
-                output: self.tensor(table, Groups::EMBEDDING, 0),
-                norm: self.tensor(own, head, 0),
-            },
-            None => head::Tensors {
-                output: self.tensor(own, head, 0),
-                norm: self.tensor(own, head, 1),
-            },
+            Some(table) => {
+                head::Tensors { output: self.tensor(table, Groups::EMBEDDING, 0), norm: self.tensor(own, head, 0) }
+            }
+            None => head::Tensors { output: self.tensor(own, head, 0), norm: self.tensor(own, head, 1) },
         }
     }
 
     /// Acquires a gradient to be produced. Without a micro-batch no operator will write it: it is zero.
     fn produce(&mut self, group: GroupId) -> Result<Lease> {
-        let lease = self
-            .mgr
-            .acquire(group.chunk(Role::Gradient), Access::Produce)?;
+        let lease = self.mgr.acquire(group.chunk(Role::Gradient), Access::Produce)?;
         if self.micros == 0 {
             self.ops.zero(lease.view());
         }
@@ -418,9 +377,7 @@ impl<'a> Step<'a> {
     /// Takes this rank's part of the gradient that was produced a tick ago into the norm.
     fn square_last(&mut self) -> Result<()> {
         if let Some(group) = self.unsquared.take() {
-            let lease = self
-                .mgr
-                .acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
+            let lease = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
             let slot = self.inputs.slots().part(u64::from(group.0), 1);
             self.ops.square_sum(lease.norm_part(), slot);
             self.mgr.release(lease)?;
@@ -431,13 +388,7 @@ impl<'a> Step<'a> {
     fn embed(&self, lease: &Lease, micro: u64, out: View) {
         let ids = self.inputs.ids(micro);
         let ops = self.ops.as_ref();
-        embedding::forward(
-            ops,
-            &self.model.shape,
-            &ids,
-            self.tensor(lease, Groups::EMBEDDING, 0),
-            out,
-        );
+        embedding::forward(ops, &self.model.shape, &ids, self.tensor(lease, Groups::EMBEDDING, 0), out);
     }
 
     fn block(&self) -> Block<'_> {
@@ -450,15 +401,11 @@ impl<'a> Step<'a> {
     }
 
     fn head_memory(&self, micro: u64) -> head::Memory {
-        self.model
-            .activations
-            .head(self.memory, micro, self.batch(micro))
+        self.model.activations.head(self.memory, micro, self.batch(micro))
     }
 
     fn hidden(&self, micro: u64) -> View {
-        self.model
-            .activations
-            .hidden(self.memory, micro, self.batch(micro))
+        self.model.activations.hidden(self.memory, micro, self.batch(micro))
     }
 
     fn batch(&self, micro: u64) -> u64 {

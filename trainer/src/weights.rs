@@ -30,20 +30,14 @@ pub fn hf_tensors(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
     let (c, f) = (config.hidden_size, config.intermediate_size);
     let q = config.num_attention_heads * config.head_dim;
     let kv = config.num_key_value_heads * config.head_dim;
-    let mut tensors = vec![(
-        "model.embed_tokens.weight".to_string(),
-        vec![config.vocab_size, c],
-    )];
+    let mut tensors = vec![("model.embed_tokens.weight".to_string(), vec![config.vocab_size, c])];
     for block in 0..config.num_hidden_layers {
         let mut push = |name: &str, shape: Vec<u64>| {
             tensors.push((format!("model.layers.{block}.{name}"), shape));
         };
         push("input_layernorm.weight", vec![c]);
         for (name, rows, columns) in [("q", q, c), ("k", kv, c), ("v", kv, c), ("o", c, q)] {
-            push(
-                &format!("self_attn.{name}_proj.weight"),
-                vec![rows, columns],
-            );
+            push(&format!("self_attn.{name}_proj.weight"), vec![rows, columns]);
             if config.attention_bias {
                 push(&format!("self_attn.{name}_proj.bias"), vec![rows]);
             }

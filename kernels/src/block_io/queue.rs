@@ -308,7 +308,8 @@ impl Queue for MapQueue {
         assert!(piece.offset as usize + bytes <= self.map.len(), "a piece lies inside of the file");
         // SAFETY: the map is as long as the file, which contains the piece (checked).
         let place = unsafe { self.map.as_mut_ptr().add(piece.offset as usize) };
-        let (from, to) = if piece.write { (piece.address.cast_const(), place) } else { (place.cast_const(), piece.address) };
+        let (from, to) =
+            if piece.write { (piece.address.cast_const(), place) } else { (place.cast_const(), piece.address) };
         // SAFETY: the caller vouches for the memory, the check above for the map; they are different maps.
         unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
         self.finished.push_back((tag, bytes));

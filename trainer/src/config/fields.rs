@@ -71,9 +71,7 @@ impl<'a> Fields<'a> {
         let hidden_size = self.count("hidden_size", None)?;
         let num_attention_heads = self.count("num_attention_heads", None)?;
         let num_key_value_heads = self.count("num_key_value_heads", Some(num_attention_heads))?;
-        if num_key_value_heads > num_attention_heads
-            || !num_attention_heads.is_multiple_of(num_key_value_heads)
-        {
+        if num_key_value_heads > num_attention_heads || !num_attention_heads.is_multiple_of(num_key_value_heads) {
             return Err(format!(
                 "num_key_value_heads is {num_key_value_heads}, which does not divide \
                  num_attention_heads {num_attention_heads}"
@@ -102,8 +100,7 @@ impl<'a> Fields<'a> {
         // Shapes up to here fit u64 only one by one; the sum must too (2^50 parameters are 1000 trillion).
         let rough = u128::from(config.num_hidden_layers)
             * u128::from(config.hidden_size)
-            * (u128::from(config.intermediate_size) * 3
-                + u128::from(config.num_attention_heads * config.head_dim) * 4)
+            * (u128::from(config.intermediate_size) * 3 + u128::from(config.num_attention_heads * config.head_dim) * 4)
             + u128::from(config.vocab_size) * u128::from(config.hidden_size) * 2;
         if rough > 1 << 50 {
             return Err(format!(
@@ -126,21 +123,15 @@ impl<'a> Fields<'a> {
             }
         }
         if let Some(Value::Array(names)) = self.map.get("architectures")
-            && let Some(other) = names
-                .iter()
-                .find(|name| *name != "LlamaForCausalLM" && *name != "LlamaModel")
+            && let Some(other) = names.iter().find(|name| *name != "LlamaForCausalLM" && *name != "LlamaModel")
         {
-            return Err(format!(
-                "architectures names {other}; \"LlamaForCausalLM\" is what is trained here"
-            ));
+            return Err(format!("architectures names {other}; \"LlamaForCausalLM\" is what is trained here"));
         }
         match self.map.get("hidden_act") {
             None => {}
             Some(Value::String(name)) if name == "silu" || name == "swish" => {}
             Some(other) => {
-                return Err(format!(
-                    "hidden_act is {other}; only \"silu\" is implemented"
-                ));
+                return Err(format!("hidden_act is {other}; only \"silu\" is implemented"));
             }
         }
         if self.number("attention_dropout")?.unwrap_or(0.0) != 0.0 {
@@ -157,11 +148,9 @@ impl<'a> Fields<'a> {
         }
         match self.map.get("quantization_config") {
             None | Some(Value::Null) => Ok(()),
-            Some(_) => Err(
-                "quantization_config is set; quantised weights cannot be trained, use the \
+            Some(_) => Err("quantization_config is set; quantised weights cannot be trained, use the \
                  original model"
-                    .into(),
-            ),
+                .into()),
         }
     }
 
@@ -177,9 +166,7 @@ impl<'a> Fields<'a> {
             Some(_) => self.count("head_dim", None)?,
         };
         if !head_dim.is_multiple_of(2) {
-            return Err(format!(
-                "head_dim is {head_dim}, and rotary embedding turns pairs: it must be even"
-            ));
+            return Err(format!("head_dim is {head_dim}, and rotary embedding turns pairs: it must be even"));
         }
         Ok(head_dim)
     }
@@ -190,10 +177,7 @@ impl<'a> Fields<'a> {
         let new = self.object("rope_parameters")?;
         let old = self.object("rope_scaling")?;
         let Some(parameters) = &new else {
-            return Ok((
-                outer,
-                old.map_or(Ok(RopeScaling::Default), |o| o.scaling(notices))?,
-            ));
+            return Ok((outer, old.map_or(Ok(RopeScaling::Default), |o| o.scaling(notices))?));
         };
         if let Some((kind, _)) = parameters.map.iter().find(|(_, v)| v.is_object()) {
             return Err(format!(
@@ -203,17 +187,13 @@ impl<'a> Fields<'a> {
         }
         let theta = parameters.positive("rope_theta", Some(outer))?;
         if self.map.contains_key("rope_theta") && theta != outer {
-            notices.push(format!(
-                "rope_theta is {outer} and rope_parameters.rope_theta is {theta}; {theta} is used"
-            ));
+            notices.push(format!("rope_theta is {outer} and rope_parameters.rope_theta is {theta}; {theta} is used"));
         }
         let scaling = parameters.scaling(notices)?;
         if let Some(old) = old
             && old.scaling(&mut Vec::new())? != scaling
         {
-            return Err(
-                "rope_scaling and rope_parameters ask for different scalings; keep one".into(),
-            );
+            return Err("rope_scaling and rope_parameters ask for different scalings; keep one".into());
         }
         Ok((theta, scaling))
     }
@@ -227,35 +207,24 @@ impl<'a> Fields<'a> {
                 return Err(format!("{}rope_type is missing", self.inside));
             }
             (Some(new), Some(old)) if new != old => {
-                notices.push(format!(
-                    "{0}rope_type is {new} and {0}type is {old}; {new} is used",
-                    self.inside
-                ));
+                notices.push(format!("{0}rope_type is {new} and {0}type is {old}; {new} is used", self.inside));
                 new
             }
             (Some(name), _) | (None, Some(name)) => name,
         };
         let factor = || match self.positive("factor", None)? {
-            factor if factor < 1.0 => Err(format!(
-                "{}factor is {factor}; it stretches positions and must be at least 1",
-                self.inside
-            )),
+            factor if factor < 1.0 => {
+                Err(format!("{}factor is {factor}; it stretches positions and must be at least 1", self.inside))
+            }
             factor => Ok(factor),
         };
         match name.as_str() {
             Some("default") => Ok(RopeScaling::Default),
             Some("linear") => Ok(RopeScaling::Linear { factor: factor()? }),
             Some("llama3") => {
-                const NEEDED: [&str; 4] = [
-                    "factor",
-                    "low_freq_factor",
-                    "high_freq_factor",
-                    "original_max_position_embeddings",
-                ];
-                let missing: Vec<_> = NEEDED
-                    .into_iter()
-                    .filter(|key| !self.map.contains_key(*key))
-                    .collect();
+                const NEEDED: [&str; 4] =
+                    ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
+                let missing: Vec<_> = NEEDED.into_iter().filter(|key| !self.map.contains_key(*key)).collect();
                 if !missing.is_empty() {
                     return Err(format!(
                         "{}rope_type \"llama3\" needs {}, which the file does not give",
@@ -276,14 +245,10 @@ impl<'a> Fields<'a> {
                     factor: factor()?,
                     low_freq_factor,
                     high_freq_factor,
-                    original_max_position_embeddings: self
-                        .count("original_max_position_embeddings", None)?,
+                    original_max_position_embeddings: self.count("original_max_position_embeddings", None)?,
                 })
             }
-            _ => Err(format!(
-                "{}rope_type is {name}; default, linear and llama3 are implemented",
-                self.inside
-            )),
+            _ => Err(format!("{}rope_type is {name}; default, linear and llama3 are implemented", self.inside)),
         }
     }
 
@@ -297,9 +262,7 @@ impl<'a> Fields<'a> {
                         notices.push(format!("{key} \"{name}\" is read as its long name"));
                     }
                     _ => {
-                        return Err(format!(
-                            "{key} is \"{name}\"; float32, float16 and bfloat16 are known"
-                        ));
+                        return Err(format!("{key} is \"{name}\"; float32, float16 and bfloat16 are known"));
                     }
                 },
                 Some(other) => {
@@ -316,17 +279,9 @@ impl<'a> Fields<'a> {
         if self.map.get("tie_word_embeddings") == Some(&Value::Null) {
             notices.push("tie_word_embeddings is null and read as false".into());
         }
-        let unknown: Vec<_> = self
-            .map
-            .keys()
-            .map(String::as_str)
-            .filter(|key| !KNOWN.contains(key))
-            .collect();
+        let unknown: Vec<_> = self.map.keys().map(String::as_str).filter(|key| !KNOWN.contains(key)).collect();
         if !unknown.is_empty() {
-            notices.push(format!(
-                "these fields are not known and ignored: {}",
-                unknown.join(", ")
-            ));
+            notices.push(format!("these fields are not known and ignored: {}", unknown.join(", ")));
         }
         Ok(())
     }
@@ -354,10 +309,7 @@ impl<'a> Fields<'a> {
         };
         match value.as_u64() {
             Some(count @ 1..=COUNT_MAX) => Ok(count),
-            _ => Err(format!(
-                "{}{key} is {value}; a whole number from 1 to {COUNT_MAX} was expected",
-                self.inside
-            )),
+            _ => Err(format!("{}{key} is {value}; a whole number from 1 to {COUNT_MAX} was expected", self.inside)),
         }
     }
 
@@ -368,10 +320,7 @@ impl<'a> Fields<'a> {
         };
         match value.as_f64() {
             Some(number) if number > 0.0 => Ok(number),
-            _ => Err(format!(
-                "{}{key} is {value}; a number above 0 was expected",
-                self.inside
-            )),
+            _ => Err(format!("{}{key} is {value}; a number above 0 was expected", self.inside)),
         }
     }
 
@@ -398,11 +347,7 @@ impl<'a> Fields<'a> {
             None | Some(Value::Null) => Ok(None),
             Some(Value::Object(map)) => Ok(Some(Fields {
                 map,
-                inside: if key == "rope_scaling" {
-                    "rope_scaling."
-                } else {
-                    "rope_parameters."
-                },
+                inside: if key == "rope_scaling" { "rope_scaling." } else { "rope_parameters." },
             })),
             Some(other) => Err(format!("{key} is {other}; an object was expected")),
         }

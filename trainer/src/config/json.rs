@@ -14,8 +14,7 @@ use crate::error::{Error, Result};
 /// # Errors
 /// [`Error::Usage`] in one sentence with path, line and column.
 pub fn read(path: &Path) -> Result<Value> {
-    let bytes = std::fs::read(path)
-        .map_err(|e| Error::Usage(format!("{}: cannot be read: {e}", path.display())))?;
+    let bytes = std::fs::read(path).map_err(|e| Error::Usage(format!("{}: cannot be read: {e}", path.display())))?;
     parse(&bytes).map_err(|reason| Error::Usage(format!("{}: {reason}", path.display())))
 }
 
@@ -25,18 +24,14 @@ pub fn read(path: &Path) -> Result<Value> {
 /// What is wrong, with line and column.
 pub fn parse(bytes: &[u8]) -> std::result::Result<Value, String> {
     if bytes.starts_with(b"\xEF\xBB\xBF") {
-        return Err(
-            "not valid JSON at line 1 column 1: the file begins with a UTF-8 byte-order mark; \
+        return Err("not valid JSON at line 1 column 1: the file begins with a UTF-8 byte-order mark; \
              save it without one"
-                .into(),
-        );
+            .into());
     }
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Err("the file is empty, JSON was expected".into());
     }
-    serde_json::from_slice::<Strict>(bytes)
-        .map(|strict| strict.0)
-        .map_err(|e| format!("not valid JSON: {e}"))
+    serde_json::from_slice::<Strict>(bytes).map(|strict| strict.0).map_err(|e| format!("not valid JSON: {e}"))
 }
 
 /// A JSON value in which no object has a key twice.
@@ -69,9 +64,7 @@ impl<'de> Visitor<'de> for StrictVisitor {
         Ok(Value::Number(v.into()))
     }
     fn visit_f64<E: serde::de::Error>(self, v: f64) -> std::result::Result<Value, E> {
-        Number::from_f64(v)
-            .map(Value::Number)
-            .ok_or_else(|| E::custom("a number is not finite"))
+        Number::from_f64(v).map(Value::Number).ok_or_else(|| E::custom("a number is not finite"))
     }
     fn visit_str<E>(self, v: &str) -> std::result::Result<Value, E> {
         Ok(Value::String(v.to_owned()))
@@ -87,9 +80,7 @@ impl<'de> Visitor<'de> for StrictVisitor {
         let mut map = Map::new();
         while let Some(key) = access.next_key::<String>()? {
             if map.contains_key(&key) {
-                return Err(A::Error::custom(format!(
-                    "the key \"{key}\" is given twice"
-                )));
+                return Err(A::Error::custom(format!("the key \"{key}\" is given twice")));
             }
             let Strict(value) = access.next_value()?;
             map.insert(key, value);

@@ -13,20 +13,13 @@ fn read(text: &str) -> Result<(ModelConfig, Vec<String>), String> {
     std::fs::write(file.path(), text).unwrap();
     ModelConfig::from_json_file(file.path()).map_err(|e| {
         assert_eq!(e.exit_code(), 2);
-        assert!(
-            e.to_string()
-                .starts_with(&file.path().display().to_string()),
-            "{e}"
-        );
+        assert!(e.to_string().starts_with(&file.path().display().to_string()), "{e}");
         e.to_string()
     })
 }
 
 fn tiny(rest: &str) -> Result<(ModelConfig, Vec<String>), String> {
-    read(&format!(
-        "{{{TINY}{}{rest}}}",
-        if rest.is_empty() { "" } else { "," }
-    ))
+    read(&format!("{{{TINY}{}{rest}}}", if rest.is_empty() { "" } else { "," }))
 }
 
 fn refused(rest: &str, says: &[&str]) {
@@ -56,14 +49,8 @@ fn every_shared_case_is_decided() {
         ("eos_list", Ok("")),
         ("extra", Ok("max_sequence_length, foo")),
         ("head_dim_null", Ok("")),
-        (
-            "hidden_50_heads_4",
-            Err(&["hidden_size 50", "num_attention_heads 4"]),
-        ),
-        (
-            "kv_3_of_4",
-            Err(&["num_key_value_heads is 3", "num_attention_heads 4"]),
-        ),
+        ("hidden_50_heads_4", Err(&["hidden_size 50", "num_attention_heads 4"])),
+        ("kv_3_of_4", Err(&["num_key_value_heads is 3", "num_attention_heads 4"])),
         ("kv_null", Ok("")),
         ("mlp_bias", Ok("")),
         ("odd_head_dim", Err(&["head_dim is 13", "even"])),
@@ -72,14 +59,7 @@ fn every_shared_case_is_decided() {
         ("rs_dynamic", Err(&["rope_type is \"dynamic\""])),
         ("rs_factor_.5", Err(&["factor is 0.5", "at least 1"])),
         ("rs_linear_old", Ok("")),
-        (
-            "rs_llama3_missing",
-            Err(&[
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-            ]),
-        ),
+        ("rs_llama3_missing", Err(&["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])),
         ("rs_unknown", Err(&["\"banana\""])),
         ("sw", Ok("sliding_window")),
         ("theta_null", Err(&["rope_theta is null"])),
@@ -87,9 +67,7 @@ fn every_shared_case_is_decided() {
         ("vocab_0", Err(&["vocab_size is 0"])),
     ];
     let folder = cases.join("bad_or_odd_config");
-    let present = std::fs::read_dir(&folder)
-        .unwrap()
-        .filter(|e| e.as_ref().unwrap().path().is_dir());
+    let present = std::fs::read_dir(&folder).unwrap().filter(|e| e.as_ref().unwrap().path().is_dir());
     assert_eq!(present.count(), decided.len(), "a case is not decided");
     let observed: serde_json::Value = super::json::read(&folder.join("observed.json")).unwrap();
     for (name, decision) in decided {
@@ -102,16 +80,9 @@ fn every_shared_case_is_decided() {
                 let seen = &observed["5.24.0"][name];
                 if let Some(parameters) = seen["params"].as_u64() {
                     assert_eq!(config.parameters(), parameters, "{name}");
-                    for (ours, theirs) in config
-                        .inv_freq()
-                        .iter()
-                        .zip(seen["inv_freq"].as_array().unwrap())
-                    {
+                    for (ours, theirs) in config.inv_freq().iter().zip(seen["inv_freq"].as_array().unwrap()) {
                         // The file gives six decimals.
-                        assert!(
-                            (f64::from(*ours) - theirs.as_f64().unwrap()).abs() < 6e-7,
-                            "{name}"
-                        );
+                        assert!((f64::from(*ours) - theirs.as_f64().unwrap()).abs() < 6e-7, "{name}");
                     }
                 }
             }
@@ -119,9 +90,7 @@ fn every_shared_case_is_decided() {
                 let text = error.to_string();
                 assert_eq!(error.exit_code(), 2);
                 assert!(text.contains(&format!("{name}/config.json: ")), "{text}");
-                parts
-                    .iter()
-                    .for_each(|part| assert!(text.contains(part), "{name}: {text}"));
+                parts.iter().for_each(|part| assert!(text.contains(part), "{name}: {text}"));
             }
             (read, _) => panic!("{name}: {read:?}"),
         }
@@ -135,65 +104,32 @@ fn fields_that_no_shared_case_holds() {
     refused(r#""num_key_value_heads":8"#, &["num_key_value_heads is 8"]);
     refused(r#""rms_norm_eps":"1e-5""#, &["rms_norm_eps is \"1e-5\""]);
     refused(r#""attention_dropout":0.1"#, &["attention_dropout is 0.1"]);
-    refused(
-        r#""rope_scaling":{"rope_type":"yarn","factor":4}"#,
-        &["\"yarn\""],
-    );
+    refused(r#""rope_scaling":{"rope_type":"yarn","factor":4}"#, &["\"yarn\""]);
     refused(r#""attention_bias":"yes""#, &["attention_bias is \"yes\""]);
-    refused(
-        r#""quantization_config":{"bits":4}"#,
-        &["quantization_config"],
-    );
+    refused(r#""quantization_config":{"bits":4}"#, &["quantization_config"]);
     refused(r#""torch_dtype":"int3""#, &["torch_dtype is \"int3\""]);
     for kind in ["mistral", "qwen2"] {
-        let error = read(&format!(
-            "{{{}}}",
-            TINY.replace("\"llama\"", &format!("\"{kind}\""))
-        ))
-        .unwrap_err();
-        assert!(
-            error.contains(&format!("model_type is \"{kind}\"")),
-            "{error}"
-        );
+        let error = read(&format!("{{{}}}", TINY.replace("\"llama\"", &format!("\"{kind}\"")))).unwrap_err();
+        assert!(error.contains(&format!("model_type is \"{kind}\"")), "{error}");
     }
-    for (field, value) in [
-        ("hidden_size\":48", "hidden_size\":48.0"),
-        ("layers\":1", "layers\":0"),
-    ] {
+    for (field, value) in [("hidden_size\":48", "hidden_size\":48.0"), ("layers\":1", "layers\":0")] {
         let error = read(&format!("{{{}}}", TINY.replace(field, value))).unwrap_err();
         assert!(error.contains("a whole number from 1"), "{error}");
     }
     let missing = read(r#"{"model_type":"llama"}"#).unwrap_err();
     assert!(missing.contains("hidden_size is missing"), "{missing}");
-    let huge = read(&format!(
-        "{{{}}}",
-        TINY.replace(":97", ":2000000000")
-            .replace(":48", ":2000000000")
-    ));
+    let huge = read(&format!("{{{}}}", TINY.replace(":97", ":2000000000").replace(":48", ":2000000000")));
     assert!(huge.unwrap_err().contains("beyond any machine"));
 
-    assert_eq!(
-        tiny(r#""rope_theta":500000"#).unwrap().0.rope_theta,
-        500_000.0
-    );
-    assert_eq!(
-        tiny(r#""rope_scaling":{}"#).unwrap().0.rope_scaling,
-        RopeScaling::Default
-    );
-    assert_eq!(
-        tiny(r#""pad_token_id":-1"#).unwrap().1,
-        Vec::<String>::new()
-    );
+    assert_eq!(tiny(r#""rope_theta":500000"#).unwrap().0.rope_theta, 500_000.0);
+    assert_eq!(tiny(r#""rope_scaling":{}"#).unwrap().0.rope_scaling, RopeScaling::Default);
+    assert_eq!(tiny(r#""pad_token_id":-1"#).unwrap().1, Vec::<String>::new());
     assert_eq!(tiny(r#""head_dim":16"#).unwrap().0.head_dim, 16);
     assert!(tiny(r#""tie_word_embeddings":null"#).unwrap().1[0].contains("read as false"));
     assert!(tiny(r#""pretraining_tp":2"#).unwrap().1[0].contains("pretraining_tp"));
-    let both =
-        tiny(r#""rope_theta":10000,"rope_parameters":{"rope_type":"default","rope_theta":5e5}"#);
+    let both = tiny(r#""rope_theta":10000,"rope_parameters":{"rope_type":"default","rope_theta":5e5}"#);
     assert_eq!(both.unwrap().0.rope_theta, 5e5);
-    let kanana = read(&format!(
-        "{{{},\"head_dim\":12}}",
-        TINY.replace(":48", ":50")
-    ));
+    let kanana = read(&format!("{{{},\"head_dim\":12}}", TINY.replace(":48", ":50")));
     assert_eq!(kanana.unwrap().0.head_dim, 12);
 }
 
@@ -202,10 +138,7 @@ fn broken_files_are_placed() {
     let error = read(&format!("{{{TINY}}}\n}}")).unwrap_err();
     assert!(error.contains("line 3 column 1"), "{error}");
     let error = read(&format!("{{{TINY},\"vocab_size\":98}}")).unwrap_err();
-    assert!(
-        error.contains("\"vocab_size\" is given twice at line 2"),
-        "{error}"
-    );
+    assert!(error.contains("\"vocab_size\" is given twice at line 2"), "{error}");
     assert!(read("\u{FEFF}{}").unwrap_err().contains("byte-order mark"));
     assert!(read("[]").unwrap_err().contains("not an array"));
     assert!(
@@ -225,11 +158,7 @@ fn parameter_counts_of_real_models() {
         ([5120, 13824, 40, 40, 40, 128, 32000], false, 13_015_864_320),
         ([8192, 28672, 80, 64, 8, 128, 32000], false, 68_976_648_192),
         ([4096, 14336, 32, 32, 8, 128, 128_256], false, 8_030_261_248),
-        (
-            [8192, 28672, 80, 64, 8, 128, 128_256],
-            false,
-            70_553_706_496,
-        ),
+        ([8192, 28672, 80, 64, 8, 128, 128_256], false, 70_553_706_496),
         ([2048, 8192, 16, 32, 8, 64, 128_256], true, 1_235_814_400),
         ([3072, 8192, 28, 24, 8, 128, 128_256], true, 3_212_749_824),
         ([2048, 5632, 22, 32, 4, 64, 32000], false, 1_100_048_384),
@@ -255,10 +184,8 @@ fn parameter_counts_of_real_models() {
             ..base.clone()
         };
         assert_eq!(config.parameters(), parameters, "{config:?}");
-        let listed: u64 = crate::weights::hf_tensors(&config)
-            .iter()
-            .map(|(_, shape)| shape.iter().product::<u64>())
-            .sum();
+        let listed: u64 =
+            crate::weights::hf_tensors(&config).iter().map(|(_, shape)| shape.iter().product::<u64>()).sum();
         assert_eq!(listed, parameters, "{config:?}");
     }
 }
@@ -278,8 +205,7 @@ fn the_shapes_in_configs_are_the_known_models() {
         ("castor-30b", 32_528_943_616),
         ("castor-tiny", 1_989_600),
     ] {
-        let (config, notices) =
-            ModelConfig::from_json_file(&folder.join(format!("{name}.json"))).unwrap();
+        let (config, notices) = ModelConfig::from_json_file(&folder.join(format!("{name}.json"))).unwrap();
         assert_eq!(config.parameters(), parameters, "{name}");
         assert!(notices.is_empty(), "{notices:?}");
     }
@@ -290,11 +216,7 @@ fn close(config: &ModelConfig, expected: &[(usize, f64)]) {
     let frequencies = config.inv_freq();
     for (index, value) in expected {
         let error = (f64::from(frequencies[*index]) / value - 1.0).abs();
-        assert!(
-            error < 2e-7,
-            "{index}: {} is not {value}",
-            frequencies[*index]
-        );
+        assert!(error < 2e-7, "{index}: {} is not {value}", frequencies[*index]);
     }
 }
 
@@ -307,12 +229,7 @@ fn rotary_frequencies_are_those_of_transformers() {
         high_freq_factor: 4.0,
         original_max_position_embeddings: 8192,
     };
-    let llama31 = ModelConfig {
-        head_dim: 128,
-        rope_theta: 5e5,
-        rope_scaling: llama3(8.0),
-        ..base.clone()
-    };
+    let llama31 = ModelConfig { head_dim: 128, rope_theta: 5e5, rope_scaling: llama3(8.0), ..base.clone() };
     close(
         &llama31,
         &[
@@ -325,33 +242,14 @@ fn rotary_frequencies_are_those_of_transformers() {
         ],
     );
     close(
-        &ModelConfig {
-            head_dim: 64,
-            rope_scaling: llama3(32.0),
-            ..llama31
-        },
-        &[
-            (1, 0.663_601_28),
-            (8, 0.037_606_031),
-            (16, 4.295_567_1e-4),
-            (20, 8.570_255_9e-6),
-            (31, 9.418_306_5e-8),
-        ],
+        &ModelConfig { head_dim: 64, rope_scaling: llama3(32.0), ..llama31 },
+        &[(1, 0.663_601_28), (8, 0.037_606_031), (16, 4.295_567_1e-4), (20, 8.570_255_9e-6), (31, 9.418_306_5e-8)],
     );
-    close(
-        &ModelConfig {
-            head_dim: 128,
-            ..base.clone()
-        },
-        &[(1, 0.865_964_35), (63, 1.154_781_9e-4)],
-    );
+    close(&ModelConfig { head_dim: 128, ..base.clone() }, &[(1, 0.865_964_35), (63, 1.154_781_9e-4)]);
     let table = base.rope_table(3);
     let half = base.head_dim as usize / 2;
     assert_eq!(table.len(), 3 * 2 * half);
-    assert!(
-        table[..half].iter().all(|cos| *cos == 1.0)
-            && table[half..2 * half].iter().all(|s| *s == 0.0)
-    );
+    assert!(table[..half].iter().all(|cos| *cos == 1.0) && table[half..2 * half].iter().all(|s| *s == 0.0));
     assert_eq!(table[4 * half], 2f64.cos() as f32);
 }
 

@@ -18,9 +18,7 @@ const DEPTH_MAX: usize = 64;
 /// If an input names nothing.
 pub(super) fn expand(inputs: &[String], notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
     if inputs.is_empty() {
-        return Err(Error::Usage(
-            "no data: give --data with a text, jsonl or token file, a folder or a glob".into(),
-        ));
+        return Err(Error::Usage("no data: give --data with a text, jsonl or token file, a folder or a glob".into()));
     }
     let mut all: Vec<PathBuf> = Vec::new();
     for input in inputs {
@@ -32,17 +30,11 @@ pub(super) fn expand(inputs: &[String], notices: &mut Vec<String>) -> Result<Vec
         } else if input.contains(['*', '?']) {
             glob(input)?
         } else {
-            return Err(Error::Usage(format!(
-                "--data {input}: there is no such file or folder"
-            )));
+            return Err(Error::Usage(format!("--data {input}: there is no such file or folder")));
         };
         for path in found {
             // An .idx stands for the .bin beside it.
-            let path = if path.extension().is_some_and(|e| e == "idx") {
-                path.with_extension("bin")
-            } else {
-                path
-            };
+            let path = if path.extension().is_some_and(|e| e == "idx") { path.with_extension("bin") } else { path };
             if !all.contains(&path) {
                 all.push(path);
             }
@@ -54,16 +46,9 @@ pub(super) fn expand(inputs: &[String], notices: &mut Vec<String>) -> Result<Vec
 fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     walk(root, 0, &mut files)?;
-    let ending = |path: &Path| {
-        path.extension()
-            .and_then(|e| e.to_str())
-            .map(str::to_ascii_lowercase)
-    };
+    let ending = |path: &Path| path.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
     let total = files.len();
-    if let Some(parquet) = files
-        .iter()
-        .find(|p| ending(p).is_some_and(|e| e == "parquet" || e == "arrow"))
-    {
+    if let Some(parquet) = files.iter().find(|p| ending(p).is_some_and(|e| e == "parquet" || e == "arrow")) {
         return Err(super::text::refuse_columnar(parquet));
     }
     files.retain(|path| ending(path).is_some_and(|e| FOLDER_ENDINGS.contains(&e.as_str())));
@@ -88,10 +73,7 @@ fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
 
 fn glob(pattern: &str) -> Result<Vec<PathBuf>> {
     let parts: Vec<&str> = pattern.split('/').collect();
-    let plain = parts
-        .iter()
-        .take_while(|part| !part.contains(['*', '?']))
-        .count();
+    let plain = parts.iter().take_while(|part| !part.contains(['*', '?'])).count();
     let root = match parts[..plain].join("/") {
         root if root.is_empty() && pattern.starts_with('/') => PathBuf::from("/"),
         root if root.is_empty() => PathBuf::from("."),
@@ -135,13 +117,9 @@ fn part_matches(pattern: &[u8], name: &[u8]) -> bool {
 }
 
 fn walk(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<()> {
-    let failed =
-        |e: std::io::Error| Error::Usage(format!("{}: cannot be listed: {e}", folder.display()));
+    let failed = |e: std::io::Error| Error::Usage(format!("{}: cannot be listed: {e}", folder.display()));
     if depth > DEPTH_MAX {
-        return Err(Error::Usage(format!(
-            "{}: more than {DEPTH_MAX} folders deep",
-            folder.display()
-        )));
+        return Err(Error::Usage(format!("{}: more than {DEPTH_MAX} folders deep", folder.display())));
     }
     for entry in std::fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
@@ -172,41 +150,24 @@ mod tests {
                 &path.iter().map(String::as_str).collect::<Vec<_>>(),
             )
         };
-        assert!(
-            yes("**/*.rs", "a.rs") && yes("**/*.rs", "x/y/a.rs") && yes("x/*/a?.rs", "x/y/ab.rs")
-        );
+        assert!(yes("**/*.rs", "a.rs") && yes("**/*.rs", "x/y/a.rs") && yes("x/*/a?.rs", "x/y/ab.rs"));
         assert!(!yes("*.rs", "x/a.rs") && !yes("**/*.rs", "a.md") && !yes("x/**", "y/a"));
     }
 
     #[test]
     fn dot_files_are_skipped_and_order_is_fixed() {
         let folder = tempfile::tempdir().unwrap();
-        for name in [
-            "b.jsonl",
-            "._b.jsonl",
-            ".b.swp",
-            "README",
-            "b.jsonl.gz",
-            "a.txt",
-        ] {
+        for name in ["b.jsonl", "._b.jsonl", ".b.swp", "README", "b.jsonl.gz", "a.txt"] {
             std::fs::write(folder.path().join(name), "{}").unwrap();
         }
         let mut notices = Vec::new();
         let root = folder.path().display().to_string();
         let found = expand(&[root.clone(), format!("{root}/*.txt")], &mut notices).unwrap();
-        let names: Vec<_> = found
-            .iter()
-            .map(|p| p.file_name().unwrap().to_str().unwrap())
-            .collect();
+        let names: Vec<_> = found.iter().map(|p| p.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["a.txt", "b.jsonl"]);
         assert!(notices[0].contains("2 of 4 files"), "{notices:?}");
         for missing in ["nowhere.txt".to_string(), format!("{root}/*.py")] {
-            assert!(
-                expand(std::slice::from_ref(&missing), &mut notices)
-                    .unwrap_err()
-                    .to_string()
-                    .contains(&missing)
-            );
+            assert!(expand(std::slice::from_ref(&missing), &mut notices).unwrap_err().to_string().contains(&missing));
         }
         assert!(expand(&[], &mut notices).is_err());
     }

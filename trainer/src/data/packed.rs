@@ -48,12 +48,7 @@ impl PackedRows {
             starts.push(starts[starts.len() - 1] + tokens / length as u64);
             remainder += tokens % length as u64;
         }
-        let rows = PackedRows {
-            ids,
-            starts,
-            length,
-            remainder,
-        };
+        let rows = PackedRows { ids, starts, length, remainder };
         if rows.is_empty() {
             let most = tokens.iter().max().copied().unwrap_or(0);
             return Err(Error::Usage(match most {
@@ -69,12 +64,7 @@ impl PackedRows {
 
     /// One line for the log: rows, length and what is left over.
     pub fn summary(&self) -> String {
-        format!(
-            "{} sequences of {} tokens, {} tokens left over at the end",
-            self.len(),
-            self.length,
-            self.remainder
-        )
+        format!("{} sequences of {} tokens, {} tokens left over at the end", self.len(), self.length, self.remainder)
     }
 
     /// Tokens that fill no row.

@@ -39,24 +39,9 @@ impl Sampler {
     ///
     /// # Panics
     /// If any count is zero or the rank is outside the world: settings are checked before.
-    pub fn new(
-        rows: u64,
-        order: Order,
-        rank: u32,
-        world: u32,
-        batch: u64,
-        accumulation: u64,
-    ) -> Sampler {
+    pub fn new(rows: u64, order: Order, rank: u32, world: u32, batch: u64, accumulation: u64) -> Sampler {
         assert!(rows > 0 && batch > 0 && accumulation > 0 && rank < world);
-        Sampler {
-            rows,
-            order,
-            world: world.into(),
-            rank: rank.into(),
-            batch,
-            accumulation,
-            shuffled: None,
-        }
+        Sampler { rows, order, world: world.into(), rank: rank.into(), batch, accumulation, shuffled: None }
     }
 
     /// Rows of a full optimizer step over all ranks.
@@ -83,8 +68,7 @@ impl Sampler {
     /// Rows that all ranks together use in global step `step`.
     pub fn rows_in(&self, step: u64) -> u64 {
         let (_, step) = self.position(step);
-        self.rows_per_step()
-            .min(self.rows - step * self.rows_per_step())
+        self.rows_per_step().min(self.rows - step * self.rows_per_step())
     }
 
     /// This rank's rows for global step `step`: one list of `batch` entries per micro-step, None where the rank
@@ -96,9 +80,7 @@ impl Sampler {
         (0..micro_steps)
             .map(|micro| {
                 let first = first + (micro * self.world + self.rank) * self.batch;
-                (first..first + self.batch)
-                    .map(|place| self.row_at(epoch, place))
-                    .collect()
+                (first..first + self.batch).map(|place| self.row_at(epoch, place)).collect()
             })
             .collect()
     }
@@ -150,25 +132,14 @@ mod tests {
             for world in 1..=4 {
                 for (batch, accumulation) in [(1, 1), (2, 1), (2, 2), (2, 8), (3, 2)] {
                     let mut ranks: Vec<_> = (0..world)
-                        .map(|rank| {
-                            Sampler::new(
-                                rows,
-                                Order::Shuffled { seed: 5 },
-                                rank,
-                                world,
-                                batch,
-                                accumulation,
-                            )
-                        })
+                        .map(|rank| Sampler::new(rows, Order::Shuffled { seed: 5 }, rank, world, batch, accumulation))
                         .collect();
                     let steps = ranks[0].steps_per_epoch();
                     for epoch in 0..2 {
                         let mut seen: HashMap<u64, u32> = HashMap::new();
                         for step in epoch * steps..(epoch + 1) * steps {
                             let dealt: Vec<_> = ranks.iter_mut().map(|r| r.step(step)).collect();
-                            let shape = |d: &Vec<Vec<Option<u64>>>| {
-                                d.iter().map(Vec::len).collect::<Vec<_>>()
-                            };
+                            let shape = |d: &Vec<Vec<Option<u64>>>| d.iter().map(Vec::len).collect::<Vec<_>>();
                             assert!(dealt.iter().all(|d| shape(d) == shape(&dealt[0])));
                             assert!(!dealt[0].is_empty() && dealt[0].len() as u64 <= accumulation);
                             let used = dealt.iter().flatten().flatten().flatten();
@@ -188,15 +159,7 @@ mod tests {
         let rows_of = |world: u32, batch, accumulation, step| {
             let mut all: Vec<u64> = (0..world)
                 .flat_map(|rank| {
-                    Sampler::new(
-                        50,
-                        Order::Shuffled { seed: 1 },
-                        rank,
-                        world,
-                        batch,
-                        accumulation,
-                    )
-                    .step(step)
+                    Sampler::new(50, Order::Shuffled { seed: 1 }, rank, world, batch, accumulation).step(step)
                 })
                 .flatten()
                 .flatten()
@@ -223,23 +186,10 @@ mod tests {
     fn counts_of_known_runs() {
         // 10 rows, batch 2, accumulation 2: windows of 2, 2 and 1 micro-steps.
         let mut sampler = Sampler::new(10, Order::Sequential, 0, 1, 2, 2);
-        assert_eq!(
-            (
-                sampler.steps_per_epoch(),
-                sampler.steps(2.0),
-                sampler.steps(0.3)
-            ),
-            (3, 6, 1)
-        );
+        assert_eq!((sampler.steps_per_epoch(), sampler.steps(2.0), sampler.steps(0.3)), (3, 6, 1));
         assert_eq!(sampler.step(5), vec![vec![Some(8), Some(9)]]);
-        assert_eq!(
-            Sampler::new(10, Order::Sequential, 0, 1, 2, 8).steps_per_epoch(),
-            1
-        );
-        assert_eq!(
-            Sampler::new(10, Order::Sequential, 0, 1, 1, 1).steps(0.1),
-            1
-        );
+        assert_eq!(Sampler::new(10, Order::Sequential, 0, 1, 2, 8).steps_per_epoch(), 1);
+        assert_eq!(Sampler::new(10, Order::Sequential, 0, 1, 1, 1).steps(0.1), 1);
         assert_eq!(held_out(100, 0.05), (0..95, 95..100));
         assert_eq!(held_out(3, 0.01), (0..2, 2..3));
         assert_eq!(held_out(1, 0.5), (0..1, 1..1));

@@ -7,27 +7,13 @@ use super::{DataSpec, OnBadRecord, PackedRows, TokenFile, TokenFormat, Tokenizer
 use crate::source::Rows;
 
 /// The documents of `path` as text, or the refusal.
-fn documents(
-    path: &Path,
-    on_bad_record: OnBadRecord,
-) -> Result<(Vec<String>, Vec<String>), String> {
-    let spec = DataSpec {
-        on_bad_record,
-        bos: false,
-        eos: false,
-        ..DataSpec::new(vec![])
-    };
+fn documents(path: &Path, on_bad_record: OnBadRecord) -> Result<(Vec<String>, Vec<String>), String> {
+    let spec = DataSpec { on_bad_record, bos: false, eos: false, ..DataSpec::new(vec![]) };
     let (mut texts, mut notices) = (Vec::new(), Vec::new());
-    tokenize(
-        &spec,
-        &Tokenizer::bytes(),
-        &[path.to_path_buf()],
-        &mut notices,
-        &mut |ids| {
-            texts.push(String::from_utf8(ids.iter().map(|id| *id as u8).collect()).unwrap());
-            Ok(())
-        },
-    )
+    tokenize(&spec, &Tokenizer::bytes(), &[path.to_path_buf()], &mut notices, &mut |ids| {
+        texts.push(String::from_utf8(ids.iter().map(|id| *id as u8).collect()).unwrap());
+        Ok(())
+    })
     .map_err(|e| {
         assert_eq!(e.exit_code(), 2);
         e.to_string()
@@ -51,23 +37,14 @@ fn every_shared_text_file_is_decided() {
     };
     let decided: &[(&str, Result<&[&str], &str>)] = &[
         ("json_array.json", Ok(&["a", "b"])),
-        (
-            "jsonl_array_rows.jsonl",
-            Err(":1: an object with \"text\" was expected"),
-        ),
+        ("jsonl_array_rows.jsonl", Err(":1: an object with \"text\" was expected")),
         ("jsonl_blank_lines.jsonl", Ok(&["a", "b"])),
         ("jsonl_crlf.jsonl", Ok(&["a", "b"])),
         ("jsonl_lone_surrogate.jsonl", Err(":1: not valid JSON")),
-        (
-            "jsonl_non_utf8.jsonl",
-            Err(":1: byte 0xe9 at column 13 is not UTF-8"),
-        ),
+        ("jsonl_non_utf8.jsonl", Err(":1: byte 0xe9 at column 13 is not UTF-8")),
         ("jsonl_null_text.jsonl", Err(":1: \"text\" is null")),
         ("jsonl_ok.jsonl", Ok(&["a", "b"])),
-        (
-            "jsonl_raw_control.jsonl",
-            Err(":1: not valid JSON: control character"),
-        ),
+        ("jsonl_raw_control.jsonl", Err(":1: not valid JSON: control character")),
         ("jsonl_u_2028.jsonl", Ok(&["a\u{2028}b"])),
         ("parquet_binary.parquet", Err("to_json")),
         ("parquet_large_string.parquet", Err("to_json")),
@@ -75,41 +52,25 @@ fn every_shared_text_file_is_decided() {
         ("txt_blank.txt", Ok(&["a", "b"])),
         ("txt_cr_only.txt", Ok(&["a\rb"])),
         ("txt_empty.txt", Ok(&[])),
-        (
-            "txt_non_utf8.txt",
-            Err(":1: byte 0xe9 at offset 3 is not UTF-8"),
-        ),
+        ("txt_non_utf8.txt", Err(":1: byte 0xe9 at offset 3 is not UTF-8")),
         ("txt_u_2028_ff.txt", Ok(&["a\u{2028}b\u{c}c\u{85}d"])),
     ];
-    assert_eq!(
-        std::fs::read_dir(&folder).unwrap().count(),
-        decided.len() + 1,
-        "a case is not decided"
-    );
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), decided.len() + 1, "a case is not decided");
     for (name, decision) in decided {
         match (documents(&folder.join(name), OnBadRecord::Stop), decision) {
             (Ok((texts, _)), Ok(expected)) => assert_eq!(texts, *expected, "{name}"),
             (Err(error), Err(says)) => {
-                assert!(
-                    error.contains(says) && error.contains(name),
-                    "{name}: {error}"
-                );
+                assert!(error.contains(says) && error.contains(name), "{name}: {error}");
             }
             (read, _) => panic!("{name}: {read:?}"),
         }
     }
-    let (texts, notices) =
-        documents(&folder.join("jsonl_null_text.jsonl"), OnBadRecord::Skip).unwrap();
+    let (texts, notices) = documents(&folder.join("jsonl_null_text.jsonl"), OnBadRecord::Skip).unwrap();
     assert_eq!(texts, ["b"]);
-    assert!(
-        notices[0].contains("1 records were skipped") && notices[0].contains(":1:"),
-        "{notices:?}"
-    );
+    assert!(notices[0].contains("1 records were skipped") && notices[0].contains(":1:"), "{notices:?}");
     // An empty file is no error among others; alone it is.
     let spec = DataSpec::new(vec![folder.join("txt_empty.txt").display().to_string()]);
-    let error = open(&spec, &Tokenizer::bytes(), 8, 259)
-        .unwrap_err()
-        .to_string();
+    let error = open(&spec, &Tokenizer::bytes(), 8, 259).unwrap_err().to_string();
     assert!(error.contains("the data is empty"), "{error}");
 }
 
@@ -121,35 +82,13 @@ fn records_that_no_shared_file_holds() {
         std::fs::write(&path, text).unwrap();
         documents(&path, OnBadRecord::Stop)
     };
-    assert!(
-        read("a.jsonl", "{\"text\":\"a\"}{\"text\":\"b\"}")
-            .unwrap_err()
-            .contains("trailing characters")
-    );
-    assert!(
-        read("a.jsonl", "{\"text\":\"a\"}\n{\"txt\":1}")
-            .unwrap_err()
-            .contains(":2: there is no \"text\"")
-    );
-    assert!(
-        read("a.jsonl", "{\"messages\":[]}")
-            .unwrap_err()
-            .contains("messages")
-    );
-    assert!(
-        read("a.json", "{\"data\":[]}")
-            .unwrap_err()
-            .contains("\"data\"")
-    );
+    assert!(read("a.jsonl", "{\"text\":\"a\"}{\"text\":\"b\"}").unwrap_err().contains("trailing characters"));
+    assert!(read("a.jsonl", "{\"text\":\"a\"}\n{\"txt\":1}").unwrap_err().contains(":2: there is no \"text\""));
+    assert!(read("a.jsonl", "{\"messages\":[]}").unwrap_err().contains("messages"));
+    assert!(read("a.json", "{\"data\":[]}").unwrap_err().contains("\"data\""));
     assert!(read("a.jsonl.gz", "x").unwrap_err().contains("decompress"));
-    assert_eq!(
-        read("a.jsonl", "\u{FEFF}{\"text\":\"a\"}").unwrap().0,
-        ["a"]
-    );
-    assert_eq!(
-        read("a.txt", "a\r\nb\r\n\r\n \nc").unwrap().0,
-        ["a\r\nb", "c"]
-    );
+    assert_eq!(read("a.jsonl", "\u{FEFF}{\"text\":\"a\"}").unwrap().0, ["a"]);
+    assert_eq!(read("a.txt", "a\r\nb\r\n\r\n \nc").unwrap().0, ["a\r\nb", "c"]);
     assert_eq!(read("a.rs", "a\n\nb\n").unwrap().0, ["a\n\nb\n"]);
     let (texts, notices) = read("a.jsonl", "{\"text\":\"\"}\n{\"text\":\"b\"}").unwrap();
     assert_eq!(texts, ["b"]);
@@ -175,15 +114,8 @@ fn every_shared_token_file_is_decided() {
     refused("megatron_bad_dtype.bin", "unknown dtype code 42");
     let over = TokenFile::open(&folder.join("ids_over_vocab97.bin"), None).unwrap();
     let error = over.check_vocabulary(97).unwrap_err().to_string();
-    assert!(
-        error.contains("vocab_size 97") && error.contains("byte"),
-        "{error}"
-    );
-    let nano = TokenFile::open(
-        &folder.join("nanogpt_train.bin"),
-        Some(TokenFormat::NanoGpt),
-    )
-    .unwrap();
+    assert!(error.contains("vocab_size 97") && error.contains("byte"), "{error}");
+    let nano = TokenFile::open(&folder.join("nanogpt_train.bin"), Some(TokenFormat::NanoGpt)).unwrap();
     assert_eq!(nano.len(), 1000);
     let read = |name: &str| {
         let file = TokenFile::open(&folder.join(name), None).unwrap();
@@ -216,8 +148,7 @@ fn rows_beyond_two_gibibytes_are_found() {
     let tokens = (5u64 << 30) / 2;
     let file = std::fs::File::create(&path).unwrap();
     file.set_len(tokens * 2).unwrap();
-    file.write_all_at(&[7, 0, 8, 0, 9, 0, 10, 0], tokens * 2 - 8)
-        .unwrap();
+    file.write_all_at(&[7, 0, 8, 0, 9, 0, 10, 0], tokens * 2 - 8).unwrap();
     let file = TokenFile::open(&path, Some(TokenFormat::NanoGpt)).unwrap();
     let rows = PackedRows::from_files(vec![file], 4).unwrap();
     let (mut ids, mut labels) = ([0; 4], [0; 4]);
@@ -244,14 +175,8 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
     };
     let (rows, notices) = open(&spec, &tokenizer, 4, 259).unwrap();
     check(&rows);
-    assert!(
-        notices[0].contains("9 tokens from 2 documents"),
-        "{notices:?}"
-    );
-    assert!(
-        notices[0].contains("with BOS 256 and EOS 257"),
-        "{notices:?}"
-    );
+    assert!(notices[0].contains("9 tokens from 2 documents"), "{notices:?}");
+    assert!(notices[0].contains("with BOS 256 and EOS 257"), "{notices:?}");
     assert!(notices[1].contains("1 tokens left over"), "{notices:?}");
 
     let out = folder.path().join("packed");
@@ -259,23 +184,12 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
     assert_eq!((summary.tokens, summary.documents), (9, 2));
     let packed = DataSpec::new(vec![out.join("tokens.bin").display().to_string()]);
     check(&open(&packed, &tokenizer, 4, 259).unwrap().0);
-    assert!(
-        pack(&spec, &tokenizer, &out)
-            .unwrap_err()
-            .to_string()
-            .contains("exists already")
-    );
+    assert!(pack(&spec, &tokenizer, &out).unwrap_err().to_string().contains("exists already"));
 
     let short = open(&spec, &tokenizer, 10, 259).unwrap_err().to_string();
-    assert!(
-        short.contains("has 9 tokens") && short.contains("at least 10"),
-        "{short}"
-    );
+    assert!(short.contains("has 9 tokens") && short.contains("at least 10"), "{short}");
     let small = open(&spec, &tokenizer, 4, 258).unwrap_err().to_string();
-    assert!(
-        small.contains("vocab_size is 258") && small.contains("259"),
-        "{small}"
-    );
+    assert!(small.contains("vocab_size is 258") && small.contains("259"), "{small}");
 }
 
 #[test]
@@ -290,17 +204,13 @@ fn a_tokenizer_file_is_read_with_its_special_ids() {
     std::fs::write(folder.path().join("tokenizer.json"), vocabulary).unwrap();
     let name = folder.path().display().to_string();
     let tokenizer = Tokenizer::open(&name).unwrap();
-    assert_eq!(
-        (tokenizer.vocabulary(), tokenizer.bos(), tokenizer.eos()),
-        (5, Some(3), Some(4))
-    );
+    assert_eq!((tokenizer.vocabulary(), tokenizer.bos(), tokenizer.eos()), (5, Some(3), Some(4)));
     let mut ids = Vec::new();
     tokenizer.encode("b a zebra", &mut ids).unwrap();
     assert_eq!(ids, [1, 0, 2]);
     assert!(tokenizer.check_fits(5).is_ok() && tokenizer.check_fits(4).is_err());
 
-    let config =
-        r#"{"model_max_length": 1000000000000000019884624838656, "eos_token": {"content": "b"}}"#;
+    let config = r#"{"model_max_length": 1000000000000000019884624838656, "eos_token": {"content": "b"}}"#;
     std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
     assert_eq!(Tokenizer::open(&name).unwrap().eos(), Some(1));
     std::fs::write(folder.path().join("tokenizer.json"), "{").unwrap();

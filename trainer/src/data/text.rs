@@ -50,21 +50,12 @@ pub(super) fn tokenize(
         documents += 1;
         sink(&ids)
     };
-    let mut reader = Reader {
-        spec,
-        skipped: 0,
-        first_skipped: None,
-        empty: 0,
-        document: &mut document,
-    };
+    let mut reader = Reader { spec, skipped: 0, first_skipped: None, empty: 0, document: &mut document };
     for path in files {
         reader.file(path)?;
     }
     if let Some(first) = reader.first_skipped {
-        notices.push(format!(
-            "{} records were skipped, the first: {first}",
-            reader.skipped
-        ));
+        notices.push(format!("{} records were skipped, the first: {first}", reader.skipped));
     }
     if reader.empty > 0 {
         notices.push(format!("{} empty documents were left out", reader.empty));
@@ -83,20 +74,15 @@ pub(super) fn refuse_columnar(path: &Path) -> Error {
 
 impl Reader<'_> {
     fn file(&mut self, path: &Path) -> Result<()> {
-        let ending = path
-            .extension()
-            .and_then(|e| e.to_str())
-            .map(str::to_ascii_lowercase);
+        let ending = path.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
         match ending.as_deref() {
             Some("jsonl" | "ndjson") => self.lines(path),
             Some("json") => self.json(path),
             Some("parquet" | "arrow") => Err(refuse_columnar(path)),
-            Some(packed @ ("gz" | "zst" | "xz" | "bz2" | "zip" | "tar")) => {
-                Err(Error::Usage(format!(
-                    "{}: compressed files (.{packed}) are not read; decompress it first",
-                    path.display()
-                )))
-            }
+            Some(packed @ ("gz" | "zst" | "xz" | "bz2" | "zip" | "tar")) => Err(Error::Usage(format!(
+                "{}: compressed files (.{packed}) are not read; decompress it first",
+                path.display()
+            ))),
             Some("txt") => self.text(path, true),
             _ => self.text(path, false),
         }
@@ -109,11 +95,7 @@ impl Reader<'_> {
             Err(e) => {
                 let at = e.valid_up_to();
                 let line = 1 + bytes[..at].iter().filter(|byte| **byte == b'\n').count();
-                return self.bad(
-                    path,
-                    line,
-                    &format!("byte 0x{:02x} at offset {at} is not UTF-8", bytes[at]),
-                );
+                return self.bad(path, line, &format!("byte 0x{:02x} at offset {at} is not UTF-8", bytes[at]));
             }
         };
         if !split {
@@ -124,11 +106,7 @@ impl Reader<'_> {
         let mut at = 0;
         while at < text.len() {
             let end = text[at..].find(['\n', '\r']).map_or(text.len(), |n| at + n);
-            let next = if text[end..].starts_with("\r\n") {
-                end + 2
-            } else {
-                (end + 1).min(text.len())
-            };
+            let next = if text[end..].starts_with("\r\n") { end + 2 } else { (end + 1).min(text.len()) };
             if text[at..end].trim().is_empty() {
                 if at > start {
                     self.give(text[start..at].trim_end_matches(['\n', '\r']))?;
@@ -145,24 +123,16 @@ impl Reader<'_> {
 
     /// One JSON object a line. Lines end with LF; U+2028 and its like are part of the text.
     fn lines(&mut self, path: &Path) -> Result<()> {
-        let mut file =
-            BufReader::with_capacity(1 << 20, File::open(path).map_err(|e| unreadable(path, &e))?);
+        let mut file = BufReader::with_capacity(1 << 20, File::open(path).map_err(|e| unreadable(path, &e))?);
         let mut line = Vec::new();
         for number in 1.. {
             line.clear();
-            if file
-                .read_until(b'\n', &mut line)
-                .map_err(|e| unreadable(path, &e))?
-                == 0
-            {
+            if file.read_until(b'\n', &mut line).map_err(|e| unreadable(path, &e))? == 0 {
                 break;
             }
             let mut record = line.trim_ascii();
             if number == 1 {
-                record = record
-                    .strip_prefix(b"\xEF\xBB\xBF")
-                    .unwrap_or(record)
-                    .trim_ascii();
+                record = record.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(record).trim_ascii();
             }
             if record.is_empty() {
                 continue;
@@ -170,15 +140,9 @@ impl Reader<'_> {
             let parsed = str::from_utf8(record)
                 .map_err(|e| {
                     let at = e.valid_up_to();
-                    format!(
-                        "byte 0x{:02x} at column {} is not UTF-8",
-                        record[at],
-                        at + 1
-                    )
+                    format!("byte 0x{:02x} at column {} is not UTF-8", record[at], at + 1)
                 })
-                .and_then(|_| {
-                    json::parse(record).map_err(|e| e.replace(" at line 1 column", " at column"))
-                });
+                .and_then(|_| json::parse(record).map_err(|e| e.replace(" at line 1 column", " at column")));
             match parsed.and_then(|value| self.record(&value)) {
                 Ok(text) => self.give(&text)?,
                 Err(reason) => self.bad(path, number, &reason)?,
@@ -204,9 +168,7 @@ impl Reader<'_> {
         if begins != Some(b'[') {
             return self.lines(path);
         }
-        let Value::Array(records) = json::read(path)? else {
-            unreachable!("the text begins with [")
-        };
+        let Value::Array(records) = json::read(path)? else { unreachable!("the text begins with [") };
         for (index, value) in records.iter().enumerate() {
             match self.record(value) {
                 Ok(text) => self.give(&text)?,
@@ -218,9 +180,7 @@ impl Reader<'_> {
 
     fn record(&self, value: &Value) -> std::result::Result<String, String> {
         let field = &self.spec.text_field;
-        let object = value
-            .as_object()
-            .ok_or_else(|| format!("an object with \"{field}\" was expected"))?;
+        let object = value.as_object().ok_or_else(|| format!("an object with \"{field}\" was expected"))?;
         match object.get(field) {
             Some(Value::String(text)) => Ok(text.clone()),
             Some(other) => Err(format!("\"{field}\" is {other}, a string was expected")),
@@ -229,11 +189,7 @@ impl Reader<'_> {
             )),
             None => Err(format!(
                 "there is no \"{field}\" (the record has {}); name another with --text_field",
-                object
-                    .keys()
-                    .map(|k| format!("\"{k}\""))
-                    .collect::<Vec<_>>()
-                    .join(", ")
+                object.keys().map(|k| format!("\"{k}\"")).collect::<Vec<_>>().join(", ")
             )),
         }
     }
@@ -249,9 +205,7 @@ impl Reader<'_> {
     fn bad(&mut self, path: &Path, line: usize, reason: &str) -> Result<()> {
         let place = format!("{}:{line}: {reason}", path.display());
         match self.spec.on_bad_record {
-            OnBadRecord::Stop => Err(Error::Usage(format!(
-                "{place} (--on_bad_record skip leaves such records out)"
-            ))),
+            OnBadRecord::Stop => Err(Error::Usage(format!("{place} (--on_bad_record skip leaves such records out)"))),
             OnBadRecord::Skip => {
                 self.skipped += 1;
                 self.first_skipped.get_or_insert(place);

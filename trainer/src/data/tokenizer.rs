@@ -16,12 +16,7 @@ const BYTES_EOS: u32 = 257;
 const BYTES_VOCABULARY: u64 = 259;
 
 /// Names that real vocabularies give to the two ids, tried in order when no `tokenizer_config.json` says it.
-const BOS_NAMES: &[&str] = &[
-    "<s>",
-    "<|begin_of_text|>",
-    "<|startoftext|>",
-    "<|endoftext|>",
-];
+const BOS_NAMES: &[&str] = &["<s>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>"];
 const EOS_NAMES: &[&str] = &["</s>", "<|end_of_text|>", "<|endoftext|>"];
 
 /// A tokenizer. BOS and EOS are added by the packer, explicitly, never by the tokenizer's own template: what
@@ -111,9 +106,8 @@ impl Tokenizer {
         match &self.kind {
             Kind::Bytes => ids.extend(text.bytes().map(u32::from)),
             Kind::File(inner) => {
-                let encoding = inner
-                    .encode_fast(text, false)
-                    .map_err(|e| Error::Failed(format!("{}: {e}", self.name)))?;
+                let encoding =
+                    inner.encode_fast(text, false).map_err(|e| Error::Failed(format!("{}: {e}", self.name)))?;
                 ids.extend_from_slice(encoding.get_ids());
             }
         }
@@ -147,11 +141,7 @@ impl Tokenizer {
             (true, None) => format!("no {what} (the vocabulary has none)"),
             (false, _) => format!("no {what}"),
         };
-        format!(
-            "with {} and {}",
-            part(bos, self.bos, "BOS"),
-            part(eos, self.eos, "EOS")
-        )
+        format!("with {} and {}", part(bos, self.bos, "BOS"), part(eos, self.eos, "EOS"))
     }
 
     /// Refuses a model whose table has fewer rows than there are ids.
@@ -174,11 +164,7 @@ impl Tokenizer {
 
 fn beside(path: &Path, name: &str) -> Result<Option<Value>> {
     let other = path.with_file_name(name);
-    if other.is_file() {
-        json::read(&other).map(Some)
-    } else {
-        Ok(None)
-    }
+    if other.is_file() { json::read(&other).map(Some) } else { Ok(None) }
 }
 
 /// A special token is given as a string or as an object with `content`.

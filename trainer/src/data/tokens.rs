@@ -84,11 +84,7 @@ impl TokenFile {
             return Err(refuse("the file has zero bytes".into()));
         }
         let index = path.with_extension("idx");
-        let format = format.unwrap_or(if index.exists() {
-            TokenFormat::Megatron
-        } else {
-            TokenFormat::LlmC
-        });
+        let format = format.unwrap_or(if index.exists() { TokenFormat::Megatron } else { TokenFormat::LlmC });
         match format {
             TokenFormat::LlmC => llmc(map).map_err(refuse),
             TokenFormat::NanoGpt => nanogpt(map).map_err(refuse),
@@ -160,12 +156,7 @@ impl TokenFile {
 /// `bytes` (1 to 8) bytes at `at` as a little-endian number; None beyond the end.
 fn le(data: &[u8], at: usize, bytes: usize) -> Option<u64> {
     let slice = data.get(at..at.checked_add(bytes)?)?;
-    Some(
-        slice
-            .iter()
-            .rev()
-            .fold(0, |value, byte| value << 8 | u64::from(*byte)),
-    )
+    Some(slice.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
 }
 
 fn llmc(map: FileMap) -> std::result::Result<TokenFile, String> {
@@ -178,9 +169,7 @@ fn llmc(map: FileMap) -> std::result::Result<TokenFile, String> {
         LLMC_U16 => Width::U16,
         LLMC_U32 => Width::U32,
         (LLMC_EVAL, _) => {
-            return Err(
-                "this is an llm.c evaluation file (multiple choice), not training tokens".into(),
-            );
+            return Err("this is an llm.c evaluation file (multiple choice), not training tokens".into());
         }
         (magic, version) if magic == LLMC_U16.0 || magic == LLMC_U32.0 => {
             return Err(format!(
@@ -203,53 +192,33 @@ fn llmc(map: FileMap) -> std::result::Result<TokenFile, String> {
             data.len()
         ));
     }
-    Ok(TokenFile {
-        start: LLMC_HEADER,
-        width,
-        tokens: tokens.into(),
-        documents: None,
-        map,
-    })
+    Ok(TokenFile { start: LLMC_HEADER, width, tokens: tokens.into(), documents: None, map })
 }
 
 fn nanogpt(map: FileMap) -> std::result::Result<TokenFile, String> {
     let bytes = map.bytes().len() as u64;
     if !bytes.is_multiple_of(2) {
-        return Err(format!(
-            "{bytes} bytes are not a whole number of u16 tokens"
-        ));
+        return Err(format!("{bytes} bytes are not a whole number of u16 tokens"));
     }
-    Ok(TokenFile {
-        start: 0,
-        width: Width::U16,
-        tokens: bytes / 2,
-        documents: None,
-        map,
-    })
+    Ok(TokenFile { start: 0, width: Width::U16, tokens: bytes / 2, documents: None, map })
 }
 
 /// The index must describe the `.bin` exactly: a pair from two runs is the usual accident.
 fn megatron(map: FileMap, path: &Path) -> Result<TokenFile> {
     let refuse = |reason: String| Error::Usage(format!("{}: {reason}", path.display()));
     if !path.is_file() {
-        return Err(refuse(
-            "the index of this Megatron token file is missing".into(),
-        ));
+        return Err(refuse("the index of this Megatron token file is missing".into()));
     }
     let index = FileMap::open(path)?;
     let data = index.bytes();
     if !data.starts_with(MEGATRON) {
-        return Err(refuse(
-            "not a Megatron index: it does not begin with MMIDIDX".into(),
-        ));
+        return Err(refuse("not a Megatron index: it does not begin with MMIDIDX".into()));
     }
     let cut = || refuse("the index is cut off".into());
     match le(data, 9, 8).ok_or_else(cut)? {
         1 => {}
         version => {
-            return Err(refuse(format!(
-                "index version {version}; version 1 is read"
-            )));
+            return Err(refuse(format!("index version {version}; version 1 is read")));
         }
     }
     let width = match le(data, 17, 1).ok_or_else(cut)? {
@@ -260,9 +229,7 @@ fn megatron(map: FileMap, path: &Path) -> Result<TokenFile> {
         5 => Width::I64,
         8 => Width::U16,
         code @ (6 | 7) => {
-            return Err(refuse(format!(
-                "dtype code {code} is a float, not token ids"
-            )));
+            return Err(refuse(format!("dtype code {code} is a float, not token ids")));
         }
         code => return Err(refuse(format!("unknown dtype code {code}"))),
     };
@@ -299,11 +266,5 @@ fn megatron(map: FileMap, path: &Path) -> Result<TokenFile> {
             map.path().display()
         )));
     }
-    Ok(TokenFile {
-        start: 0,
-        width,
-        tokens,
-        documents: Some(documents.saturating_sub(1)),
-        map,
-    })
+    Ok(TokenFile { start: 0, width, tokens, documents: Some(documents.saturating_sub(1)), map })
 }

@@ -105,8 +105,7 @@ impl Block<'_> {
         self.gate_up_forward(w, m);
         self.ops.swiglu(m.gate_up, m.act, tokens, self.shape.ffn);
         let shape = self.shape.down(tokens);
-        self.ops
-            .linear(m.act, w.down, w.down_bias, Some(m.h2), out, shape);
+        self.ops.linear(m.act, w.down, w.down_bias, Some(m.h2), out, shape);
     }
 
     /// Computes the block's gradients. `d_h` `[T,C]` holds the output's gradient and becomes the input's;
@@ -134,36 +133,26 @@ impl Block<'_> {
         ops.linear(m.n1, w.qkv, w.qkv_bias, None, m.qkv, shape.qkv(tokens));
         ops.rope(m.qkv, self.rope, attention, false);
         ops.attention(m.qkv, m.attention, m.stats, m.scratch, attention);
-        ops.linear(
-            m.attention,
-            w.o,
-            w.o_bias,
-            Some(m.input),
-            m.h2,
-            shape.o(tokens),
-        );
+        ops.linear(m.attention, w.o, w.o_bias, Some(m.input), m.h2, shape.o(tokens));
     }
 
     /// h2 → gu, with n2 on the way.
     fn gate_up_forward(&self, w: &Tensors, m: &Memory) {
         let shape = self.shape.gate_up(m.batch * self.attention.sequence);
         self.norm2_forward(w, m);
-        self.ops
-            .linear(m.n2, w.gate_up, w.gate_up_bias, None, m.gate_up, shape);
+        self.ops.linear(m.n2, w.gate_up, w.gate_up_bias, None, m.gate_up, shape);
     }
 
     fn norm1_forward(&self, w: &Tensors, m: &Memory) {
         let tokens = m.batch * self.attention.sequence;
         let (hidden, eps) = (self.shape.hidden, self.shape.eps);
-        self.ops
-            .rmsnorm(m.input, w.norm1, m.n1, m.rstd1, tokens, hidden, eps);
+        self.ops.rmsnorm(m.input, w.norm1, m.n1, m.rstd1, tokens, hidden, eps);
     }
 
     fn norm2_forward(&self, w: &Tensors, m: &Memory) {
         let tokens = m.batch * self.attention.sequence;
         let (hidden, eps) = (self.shape.hidden, self.shape.eps);
-        self.ops
-            .rmsnorm(m.h2, w.norm2, m.n2, m.rstd2, tokens, hidden, eps);
+        self.ops.rmsnorm(m.h2, w.norm2, m.n2, m.rstd2, tokens, hidden, eps);
     }
 
     /// d(out) → d(h2), both in `d_h`. gu becomes its gradient.
@@ -185,25 +174,8 @@ impl Block<'_> {
         let columns = 2 * shape.ffn;
         self.bias_backward(m.gate_up, d.gate_up_bias, m.scratch, tokens, columns, into);
         let d_n2 = m.narrow.part(0, tokens * shape.hidden);
-        ops.linear_backward_input(
-            m.gate_up,
-            w.gate_up,
-            d_n2,
-            shape.gate_up(tokens),
-            Into::Replace,
-        );
-        ops.rmsnorm_backward(
-            d_n2,
-            m.h2,
-            w.norm2,
-            m.rstd2,
-            d_h,
-            d.norm2,
-            m.scratch,
-            tokens,
-            shape.hidden,
-            into,
-        );
+        ops.linear_backward_input(m.gate_up, w.gate_up, d_n2, shape.gate_up(tokens), Into::Replace);
+        ops.rmsnorm_backward(d_n2, m.h2, w.norm2, m.rstd2, d_h, d.norm2, m.scratch, tokens, shape.hidden, into);
     }
 
     /// d(h2) → d(h), both in `d_h`.
@@ -216,15 +188,7 @@ impl Block<'_> {
         let d_attention = m.narrow.part(0, tokens * shape.query());
         ops.linear_backward_input(d_h, w.o, d_attention, shape.o(tokens), Into::Replace);
         let d_qkv = m.wide.part(0, tokens * shape.packed());
-        ops.attention_backward(
-            m.qkv,
-            m.attention,
-            m.stats,
-            d_attention,
-            d_qkv,
-            m.scratch,
-            attention,
-        );
+        ops.attention_backward(m.qkv, m.attention, m.stats, d_attention, d_qkv, m.scratch, attention);
         ops.rope(d_qkv, self.rope, attention, true);
         if m.keep != Keep::All {
             self.norm1_forward(w, m);
@@ -233,32 +197,12 @@ impl Block<'_> {
         self.bias_backward(d_qkv, d.qkv_bias, m.scratch, tokens, shape.packed(), into);
         let d_n1 = m.narrow.part(0, tokens * shape.hidden);
         ops.linear_backward_input(d_qkv, w.qkv, d_n1, shape.qkv(tokens), Into::Replace);
-        ops.rmsnorm_backward(
-            d_n1,
-            m.input,
-            w.norm1,
-            m.rstd1,
-            d_h,
-            d.norm1,
-            m.scratch,
-            tokens,
-            shape.hidden,
-            into,
-        );
+        ops.rmsnorm_backward(d_n1, m.input, w.norm1, m.rstd1, d_h, d.norm1, m.scratch, tokens, shape.hidden, into);
     }
 
-    fn bias_backward(
-        &self,
-        d_y: View,
-        d_bias: Option<View>,
-        scratch: View,
-        tokens: u64,
-        columns: u64,
-        into: Into,
-    ) {
+    fn bias_backward(&self, d_y: View, d_bias: Option<View>, scratch: View, tokens: u64, columns: u64, into: Into) {
         if let Some(d_bias) = d_bias {
-            self.ops
-                .bias_backward(d_y, d_bias, scratch, tokens, columns, into);
+            self.ops.bias_backward(d_y, d_bias, scratch, tokens, columns, into);
         }
     }
 }

@@ -20,25 +20,11 @@ pub struct Ids {
 
 /// `out[t,:] = table[ids[t],:]`; out `[T,C]`.
 pub fn forward(ops: &dyn Backend, shape: &Shape, ids: &Ids, table: View, out: View) {
-    ops.embed(
-        ids.ids,
-        table,
-        out,
-        ids.tokens,
-        shape.hidden,
-        shape.vocabulary,
-    );
+    ops.embed(ids.ids, table, out, ids.tokens, shape.hidden, shape.vocabulary);
 }
 
 /// The table's gradient `[V,C]` from the first block's input gradient `[T,C]`.
-pub fn backward(
-    ops: &dyn Backend,
-    shape: &Shape,
-    ids: &Ids,
-    d_out: View,
-    d_table: View,
-    into: Into,
-) {
+pub fn backward(ops: &dyn Backend, shape: &Shape, ids: &Ids, d_out: View, d_table: View, into: Into) {
     ops.embed_backward(
         ids.ids,
         ids.order,

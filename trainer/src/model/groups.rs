@@ -65,22 +65,13 @@ impl Groups {
             starts.push(parts.len());
             let mut offset = 0;
             for (name, dimensions) in named(shape, group) {
-                let part = Part {
-                    name,
-                    group,
-                    offset,
-                    shape: dimensions,
-                };
+                let part = Part { name, group, offset, shape: dimensions };
                 offset += part.elements();
                 parts.push(part);
             }
         }
         starts.push(parts.len());
-        Groups {
-            blocks: shape.blocks,
-            parts,
-            starts,
-        }
+        Groups { blocks: shape.blocks, parts, starts }
     }
 
     /// Block `index`'s group.
@@ -115,20 +106,11 @@ impl Groups {
     ///
     /// # Panics
     /// If the group ends before.
-    pub fn fill(
-        &self,
-        group: GroupId,
-        first: u64,
-        out: &mut [f32],
-        source: &dyn TensorSource,
-    ) -> Result<()> {
+    pub fn fill(&self, group: GroupId, first: u64, out: &mut [f32], source: &dyn TensorSource) -> Result<()> {
         let end = first + out.len() as u64;
         let mut filled = first;
         for part in self.parts_of(group) {
-            let (from, to) = (
-                part.offset.max(first),
-                (part.offset + part.elements()).min(end),
-            );
+            let (from, to) = (part.offset.max(first), (part.offset + part.elements()).min(end));
             if from < to {
                 let target = &mut out[(from - first) as usize..(to - first) as usize];
                 source.read(&part.name, from - part.offset, target)?;
@@ -143,10 +125,8 @@ impl Groups {
 /// The groups to lay out: embedding, blocks, head.
 pub fn specs(shape: &Shape) -> Vec<GroupSpec> {
     let (c, f) = (shape.hidden, shape.ffn);
-    let mut groups = vec![GroupSpec {
-        name: "embedding".into(),
-        tensors: vec![tensor("table", &[shape.vocabulary, c])],
-    }];
+    let mut groups =
+        vec![GroupSpec { name: "embedding".into(), tensors: vec![tensor("table", &[shape.vocabulary, c])] }];
     for index in 0..shape.blocks {
         let mut tensors = vec![
             tensor("qkv", &[shape.packed(), c]),
@@ -164,40 +144,27 @@ pub fn specs(shape: &Shape) -> Vec<GroupSpec> {
             tensors.push(tensor("gate_up_bias", &[2 * f]));
             tensors.push(tensor("down_bias", &[c]));
         }
-        groups.push(GroupSpec {
-            name: format!("block {index}"),
-            tensors,
-        });
+        groups.push(GroupSpec { name: format!("block {index}"), tensors });
     }
     let mut tensors = Vec::new();
     if !shape.tied {
         tensors.push(tensor("output", &[shape.vocabulary, c]));
     }
     tensors.push(tensor("norm", &[c]));
-    groups.push(GroupSpec {
-        name: "head".into(),
-        tensors,
-    });
+    groups.push(GroupSpec { name: "head".into(), tensors });
     groups
 }
 
 /// Matrices decay; norms and biases do not.
 fn tensor(name: &str, shape: &[u64]) -> TensorSpec {
-    TensorSpec {
-        name: name.into(),
-        shape: shape.to_vec(),
-        decays: shape.len() > 1,
-    }
+    TensorSpec { name: name.into(), shape: shape.to_vec(), decays: shape.len() > 1 }
 }
 
 /// Hugging Face names and shapes of a group's tensors, in the order of [`specs`].
 fn named(shape: &Shape, group: GroupId) -> Vec<(String, Vec<u64>)> {
     let (c, f, q, kv) = (shape.hidden, shape.ffn, shape.query(), shape.key_value());
     if group == Groups::EMBEDDING {
-        return vec![(
-            "model.embed_tokens.weight".into(),
-            vec![shape.vocabulary, c],
-        )];
+        return vec![("model.embed_tokens.weight".into(), vec![shape.vocabulary, c])];
     }
     let index = u64::from(group.0) - 1;
     if index == shape.blocks {
@@ -263,11 +230,7 @@ mod tests {
             let specs = specs(&shape);
             assert_eq!(specs.len() as u64, groups.count());
             for (index, spec) in specs.iter().enumerate() {
-                let laid_out: u64 = spec
-                    .tensors
-                    .iter()
-                    .map(|t| t.shape.iter().product::<u64>())
-                    .sum();
+                let laid_out: u64 = spec.tensors.iter().map(|t| t.shape.iter().product::<u64>()).sum();
                 let mut next = 0;
                 for part in groups.parts_of(GroupId(index as u32)) {
                     assert_eq!(part.offset, next, "{}", part.name);
@@ -299,9 +262,7 @@ mod tests {
             groups.fill(group, 0, &mut once, &Numbered).unwrap();
             let mut pieces = vec![0.0; all as usize];
             for (index, piece) in pieces.chunks_mut(5).enumerate() {
-                groups
-                    .fill(group, index as u64 * 5, piece, &Numbered)
-                    .unwrap();
+                groups.fill(group, index as u64 * 5, piece, &Numbered).unwrap();
             }
             assert_eq!(once, pieces);
         }

@@ -57,14 +57,7 @@ pub fn losses(
         let logits = logits(ops, shape, w, m, first, rows);
         observe(logits, first)?;
         let (targets, losses) = (targets.part(first, rows), m.losses.part(first, rows));
-        ops.classify(
-            logits,
-            targets,
-            losses,
-            rows,
-            shape.vocabulary,
-            Classify::Loss,
-        );
+        ops.classify(logits, targets, losses, rows, shape.vocabulary, Classify::Loss);
     }
     Ok(())
 }
@@ -87,14 +80,7 @@ pub fn forward_backward(
     for (first, rows) in chunks(m) {
         let logits = logits(ops, shape, w, m, first, rows);
         let (targets, losses) = (targets.part(first, rows), m.losses.part(first, rows));
-        ops.classify(
-            logits,
-            targets,
-            losses,
-            rows,
-            shape.vocabulary,
-            advanced(what, first),
-        );
+        ops.classify(logits, targets, losses, rows, shape.vocabulary, advanced(what, first));
         let normed = part(m.normed, shape, first, rows);
         let d_normed = part(m.d_normed, shape, first, rows);
         let product = shape.logits(rows);
@@ -118,25 +104,10 @@ pub fn forward_backward(
 }
 
 fn norm(ops: &dyn Backend, shape: &Shape, w: &Tensors, m: &Memory) {
-    ops.rmsnorm(
-        m.hidden,
-        w.norm,
-        m.normed,
-        m.rstd,
-        m.tokens,
-        shape.hidden,
-        shape.eps,
-    );
+    ops.rmsnorm(m.hidden, w.norm, m.normed, m.rstd, m.tokens, shape.hidden, shape.eps);
 }
 
-fn logits(
-    ops: &dyn Backend,
-    shape: &Shape,
-    w: &Tensors,
-    m: &Memory,
-    first: u64,
-    rows: u64,
-) -> View {
+fn logits(ops: &dyn Backend, shape: &Shape, w: &Tensors, m: &Memory, first: u64, rows: u64) -> View {
     let logits = m.logits.part(0, rows * shape.vocabulary);
     let normed = part(m.normed, shape, first, rows);
     ops.linear(normed, w.output, None, None, logits, shape.logits(rows));
@@ -159,15 +130,9 @@ fn chunks(m: &Memory) -> impl Iterator<Item = (u64, u64)> + use<> {
 /// `what` for tokens that come `by` later.
 pub const fn advanced(what: Classify, by: u64) -> Classify {
     match what {
-        Classify::Sampled {
-            scale,
-            seed,
-            first_token,
-        } => Classify::Sampled {
-            scale,
-            seed,
-            first_token: first_token + by,
-        },
+        Classify::Sampled { scale, seed, first_token } => {
+            Classify::Sampled { scale, seed, first_token: first_token + by }
+        }
         other => other,
     }
 }

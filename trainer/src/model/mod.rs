@@ -112,11 +112,7 @@ impl Shape {
 }
 
 const fn linear(tokens: u64, inputs: u64, outputs: u64) -> Linear {
-    Linear {
-        tokens,
-        inputs,
-        outputs,
-    }
+    Linear { tokens, inputs, outputs }
 }
 
 /// What attention is asked for beside the model's shape.

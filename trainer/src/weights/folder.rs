@@ -49,10 +49,8 @@ impl HfFolder {
         }
         check_complete(folder, config, &found, &tensors, &mut notices)?;
         if config.tie_word_embeddings
-            && let (Some((a, head)), Some((b, table))) = (
-                found.get("lm_head.weight"),
-                found.get("model.embed_tokens.weight"),
-            )
+            && let (Some((a, head)), Some((b, table))) =
+                (found.get("lm_head.weight"), found.get("model.embed_tokens.weight"))
             && files[*a].raw(head) != files[*b].raw(table)
         {
             notices.push(format!(
@@ -63,30 +61,19 @@ impl HfFolder {
         }
         notices.push(dtypes(folder, &tensors));
         drop(found);
-        Ok((
-            HfFolder {
-                folder: folder.to_path_buf(),
-                files,
-                tensors,
-            },
-            notices,
-        ))
+        Ok((HfFolder { folder: folder.to_path_buf(), files, tensors }, notices))
     }
 }
 
 impl TensorSource for HfFolder {
     fn read(&self, name: &str, first: u64, out: &mut [f32]) -> Result<()> {
-        let (file, entry) = self.tensors.get(name).ok_or_else(|| {
-            Error::Failed(format!(
-                "{}: there is no tensor {name}",
-                self.folder.display()
-            ))
-        })?;
+        let (file, entry) = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| Error::Failed(format!("{}: there is no tensor {name}", self.folder.display())))?;
         let elements: u64 = entry.shape.iter().product();
         assert!(
-            first
-                .checked_add(out.len() as u64)
-                .is_some_and(|end| end <= elements),
+            first.checked_add(out.len() as u64).is_some_and(|end| end <= elements),
             "{name} has {elements} elements, asked for {first}+{}",
             out.len()
         );
@@ -101,10 +88,7 @@ fn refuse(folder: &Path, reason: String) -> Error {
 
 fn open_files(folder: &Path, notices: &mut Vec<String>) -> Result<Vec<SafetensorsFile>> {
     if !folder.is_dir() {
-        return Err(refuse(
-            folder,
-            "this is not a folder; --model takes a Hugging Face model folder".into(),
-        ));
+        return Err(refuse(folder, "this is not a folder; --model takes a Hugging Face model folder".into()));
     }
     let (single, index) = (folder.join(SINGLE_FILE), folder.join(INDEX_FILE));
     if single.exists() {
@@ -126,17 +110,14 @@ fn open_files(folder: &Path, notices: &mut Vec<String>) -> Result<Vec<Safetensor
     names.sort();
     let shard = names.iter().find(|name| name.ends_with(".safetensors"));
     let pickle = names.iter().find(|name| {
-        [".bin", ".pt", ".pth", ".ckpt"]
-            .iter()
-            .any(|end| name.ends_with(end))
-            && *name != "training_args.bin"
+        [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end)) && *name != "training_args.bin"
     });
     Err(refuse(
         folder,
         match (shard, pickle) {
-            (Some(shard), _) => format!(
-                "{shard} is here, but {INDEX_FILE}, which says what the shards hold, is missing"
-            ),
+            (Some(shard), _) => {
+                format!("{shard} is here, but {INDEX_FILE}, which says what the shards hold, is missing")
+            }
             (None, Some(pickle)) => format!(
                 "{pickle} is a pickle, which can run code when read and is not supported; load the model \
                  in transformers and save it with save_pretrained(folder, safe_serialization=True)"
@@ -146,25 +127,18 @@ fn open_files(folder: &Path, notices: &mut Vec<String>) -> Result<Vec<Safetensor
     ))
 }
 
-fn open_shards(
-    folder: &Path,
-    index: &Path,
-    notices: &mut Vec<String>,
-) -> Result<Vec<SafetensorsFile>> {
+fn open_shards(folder: &Path, index: &Path, notices: &mut Vec<String>) -> Result<Vec<SafetensorsFile>> {
     let value = json::read(index)?;
     let refuse_index = |reason: String| Error::Usage(format!("{}: {reason}", index.display()));
-    let map = value["weight_map"]
-        .as_object()
-        .ok_or_else(|| refuse_index("weight_map is missing or not an object".into()))?;
+    let map =
+        value["weight_map"].as_object().ok_or_else(|| refuse_index("weight_map is missing or not an object".into()))?;
     let mut place = BTreeMap::new();
     for (tensor, file) in map {
         match file.as_str() {
             // A name only: an index must not reach outside its folder.
             Some(file) if !file.contains('/') && file != ".." => place.insert(tensor, file),
             _ => {
-                return Err(refuse_index(format!(
-                    "weight_map.{tensor} is {file}, a file name was expected"
-                )));
+                return Err(refuse_index(format!("weight_map.{tensor} is {file}, a file name was expected")));
             }
         };
     }
@@ -179,9 +153,7 @@ fn open_shards(
             bytes += entry.bytes as u64;
             match place.get(tensor) {
                 None => {
-                    return Err(refuse_index(format!(
-                        "{name} holds {tensor}, which the index does not list"
-                    )));
+                    return Err(refuse_index(format!("{name} holds {tensor}, which the index does not list")));
                 }
                 Some(stated) if stated != name => notices.push(format!(
                     "{}: {tensor} is listed in {stated} but lies in {name}, from where it is read",
@@ -192,21 +164,14 @@ fn open_shards(
         }
         files.push(file);
     }
-    if let Some(tensor) = place
-        .keys()
-        .find(|t| !files.iter().any(|f| f.tensors.contains_key(**t)))
-    {
-        return Err(refuse_index(format!(
-            "{tensor} is listed, and no shard holds it"
-        )));
+    if let Some(tensor) = place.keys().find(|t| !files.iter().any(|f| f.tensors.contains_key(**t))) {
+        return Err(refuse_index(format!("{tensor} is listed, and no shard holds it")));
     }
     if let Some(stated) = value["metadata"]["total_size"].as_u64()
         && stated != bytes
     {
-        notices.push(format!(
-            "{}: total_size is {stated} and the shards hold {bytes} bytes of tensors",
-            index.display()
-        ));
+        notices
+            .push(format!("{}: total_size is {stated} and the shards hold {bytes} bytes of tensors", index.display()));
     }
     Ok(files)
 }
@@ -228,23 +193,14 @@ fn model_names<'a>(
     }
     let bare = found.contains_key("embed_tokens.weight");
     if bare {
-        notices.push(format!(
-            "{}: names lack the prefix \"model.\" (a base model's file); it is added",
-            folder.display()
-        ));
+        notices
+            .push(format!("{}: names lack the prefix \"model.\" (a base model's file); it is added", folder.display()));
     }
     Ok(found
         .into_iter()
         .map(|(name, place)| {
             let prefixed = bare && name != "lm_head.weight" && !name.starts_with("model.");
-            (
-                if prefixed {
-                    format!("model.{name}")
-                } else {
-                    name.to_string()
-                },
-                place,
-            )
+            (if prefixed { format!("model.{name}") } else { name.to_string() }, place)
         })
         .collect())
 }
@@ -253,20 +209,11 @@ fn check(folder: &Path, name: &str, entry: &Entry, shape: &[u64]) -> Result<()> 
     if entry.shape != shape {
         return Err(refuse(
             folder,
-            format!(
-                "{name} has shape {:?} in the file and {shape:?} by the configuration",
-                entry.shape
-            ),
+            format!("{name} has shape {:?} in the file and {shape:?} by the configuration", entry.shape),
         ));
     }
     if element_bytes(entry.dtype).is_none() {
-        return Err(refuse(
-            folder,
-            format!(
-                "{name} is stored as {:?}; F64, F32, F16 and BF16 are read",
-                entry.dtype
-            ),
-        ));
+        return Err(refuse(folder, format!("{name} is stored as {:?}; F64, F32, F16 and BF16 are read", entry.dtype)));
     }
     Ok(())
 }
@@ -278,11 +225,8 @@ fn check_complete(
     tensors: &HashMap<String, (usize, Entry)>,
     notices: &mut Vec<String>,
 ) -> Result<()> {
-    let mut missing: Vec<String> = hf_tensors(config)
-        .into_iter()
-        .map(|(name, _)| name)
-        .filter(|name| !tensors.contains_key(name))
-        .collect();
+    let mut missing: Vec<String> =
+        hf_tensors(config).into_iter().map(|(name, _)| name).filter(|name| !tensors.contains_key(name)).collect();
     missing.sort();
     let mut unexpected: Vec<String> = found
         .keys()
@@ -312,14 +256,8 @@ fn check_complete(
             ),
         ));
     }
-    if found
-        .keys()
-        .any(|name| name.ends_with("rotary_emb.inv_freq"))
-    {
-        notices.push(format!(
-            "{}: stored rotary frequencies are ignored",
-            folder.display()
-        ));
+    if found.keys().any(|name| name.ends_with("rotary_emb.inv_freq")) {
+        notices.push(format!("{}: stored rotary frequencies are ignored", folder.display()));
     }
     Ok(())
 }
@@ -336,13 +274,6 @@ fn dtypes(folder: &Path, tensors: &HashMap<String, (usize, Entry)>) -> String {
     for (_, entry) in tensors.values() {
         *counts.entry(format!("{:?}", entry.dtype)).or_default() += 1;
     }
-    let counts: Vec<_> = counts
-        .iter()
-        .map(|(dtype, n)| format!("{n} as {dtype}"))
-        .collect();
-    format!(
-        "{}: tensors stored {}; all are widened to fp32",
-        folder.display(),
-        counts.join(", ")
-    )
+    let counts: Vec<_> = counts.iter().map(|(dtype, n)| format!("{n} as {dtype}")).collect();
+    format!("{}: tensors stored {}; all are widened to fp32", folder.display(), counts.join(", "))
 }

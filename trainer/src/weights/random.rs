@@ -19,10 +19,7 @@ pub struct RandomWeights {
 impl RandomWeights {
     /// The weights of `config` for `seed`.
     pub fn new(config: &ModelConfig, seed: u64) -> RandomWeights {
-        RandomWeights {
-            seed,
-            deviation: config.initializer_range as f32,
-        }
+        RandomWeights { seed, deviation: config.initializer_range as f32 }
     }
 }
 

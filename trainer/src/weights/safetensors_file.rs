@@ -38,20 +38,14 @@ impl SafetensorsFile {
             return Err(refuse("the file has zero bytes; copy it again".into()));
         }
         if bytes.starts_with(b"version https://git-lfs") {
-            return Err(refuse(
-                "this is a Git LFS pointer, not the weights; run `git lfs pull` in its folder"
-                    .into(),
-            ));
+            return Err(refuse("this is a Git LFS pointer, not the weights; run `git lfs pull` in its folder".into()));
         }
         let header = bytes
             .first_chunk::<8>()
             .map(|length| u64::from_le_bytes(*length))
             .filter(|length| *length <= bytes.len() as u64 - 8)
             .ok_or_else(|| {
-                refuse(format!(
-                    "not a safetensors file, or cut off in its header (the file has {} bytes)",
-                    bytes.len()
-                ))
+                refuse(format!("not a safetensors file, or cut off in its header (the file has {} bytes)", bytes.len()))
             })?;
         let data = 8 + header as usize;
         let (_, metadata) = SafeTensors::read_metadata(bytes)
@@ -86,12 +80,8 @@ impl SafetensorsFile {
         match entry.dtype {
             Dtype::F64 => each(bytes, out, |b: [u8; 8]| f64::from_le_bytes(b) as f32),
             Dtype::F32 => each(bytes, out, f32::from_le_bytes),
-            Dtype::F16 => each(bytes, out, |b: [u8; 2]| {
-                half::f16::from_le_bytes(b).to_f32()
-            }),
-            _ => each(bytes, out, |b: [u8; 2]| {
-                numeric::widen_bf16(u16::from_le_bytes(b))
-            }),
+            Dtype::F16 => each(bytes, out, |b: [u8; 2]| half::f16::from_le_bytes(b).to_f32()),
+            _ => each(bytes, out, |b: [u8; 2]| numeric::widen_bf16(u16::from_le_bytes(b))),
         }
     }
 }
@@ -116,15 +106,10 @@ fn each<const N: usize>(bytes: &[u8], out: &mut [f32], value: impl Fn([u8; N]) -
 /// What is wrong with a header that the safetensors crate refuses: above all, by how much the file is
 /// too short or too long.
 fn wrong_header(header: &[u8], data: usize, error: &safetensors::SafeTensorError) -> String {
-    let end = serde_json::from_slice::<serde_json::Value>(header)
-        .ok()
-        .and_then(|value| {
-            let ends = value
-                .as_object()?
-                .values()
-                .filter_map(|v| v["data_offsets"][1].as_u64());
-            ends.max()
-        });
+    let end = serde_json::from_slice::<serde_json::Value>(header).ok().and_then(|value| {
+        let ends = value.as_object()?.values().filter_map(|v| v["data_offsets"][1].as_u64());
+        ends.max()
+    });
     match end {
         Some(end) if end > data as u64 => format!(
             "the file is cut off: its header describes {end} bytes of tensors and {data} are there; \

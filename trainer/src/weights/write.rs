@@ -48,14 +48,10 @@ impl ExportDType {
         match self {
             ExportDType::F32 => values.iter().for_each(|x| bytes.extend(x.to_le_bytes())),
             ExportDType::Bf16 => {
-                values
-                    .iter()
-                    .for_each(|x| bytes.extend(numeric::round_bf16(*x).to_le_bytes()));
+                values.iter().for_each(|x| bytes.extend(numeric::round_bf16(*x).to_le_bytes()));
             }
             ExportDType::F16 => {
-                values
-                    .iter()
-                    .for_each(|x| bytes.extend(half::f16::from_f32(*x).to_le_bytes()));
+                values.iter().for_each(|x| bytes.extend(half::f16::from_f32(*x).to_le_bytes()));
             }
         }
     }
@@ -77,24 +73,15 @@ pub fn export(
     shard_bytes_max: u64,
     source: &dyn TensorSource,
 ) -> Result<()> {
-    if folder.exists() && fs::read_dir(folder).map_or(true, |mut entries| entries.next().is_some())
-    {
-        return Err(Error::Usage(format!(
-            "{}: exists and is not an empty folder; choose another",
-            folder.display()
-        )));
+    if folder.exists() && fs::read_dir(folder).map_or(true, |mut entries| entries.next().is_some()) {
+        return Err(Error::Usage(format!("{}: exists and is not an empty folder; choose another", folder.display())));
     }
     let mut temporary = folder.as_os_str().to_owned();
     temporary.push(format!(".tmp-{}", std::process::id()));
     let temporary = PathBuf::from(temporary);
     let written = write_folder(&temporary, config, dtype, shard_bytes_max, source).and_then(|()| {
         io(folder, "rename", fs::rename(&temporary, folder))?;
-        sync_folder(
-            folder
-                .parent()
-                .filter(|p| !p.as_os_str().is_empty())
-                .unwrap_or(Path::new(".")),
-        )
+        sync_folder(folder.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))
     });
     if written.is_err() {
         // The first error is the one to report; what cannot be removed stays under its telling name.
@@ -122,9 +109,7 @@ fn write_folder(
     for (name, shape) in hf_tensors(config) {
         let bytes = shape.iter().product::<u64>() * dtype.bytes();
         match shards.last_mut() {
-            Some(shard) if in_shard + bytes <= shard_bytes_max => {
-                shard.push(Tensor { name, shape, bytes })
-            }
+            Some(shard) if in_shard + bytes <= shard_bytes_max => shard.push(Tensor { name, shape, bytes }),
             _ => {
                 shards.push(vec![Tensor { name, shape, bytes }]);
                 in_shard = 0;
@@ -149,19 +134,11 @@ fn write_folder(
         let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
         write_json(&folder.join(INDEX_FILE), &index)?;
     }
-    write_json(
-        &folder.join("config.json"),
-        &config.to_json(dtype.names().1),
-    )?;
+    write_json(&folder.join("config.json"), &config.to_json(dtype.names().1))?;
     sync_folder(folder)
 }
 
-fn write_shard(
-    path: &Path,
-    tensors: &[Tensor],
-    dtype: ExportDType,
-    source: &dyn TensorSource,
-) -> Result<()> {
+fn write_shard(path: &Path, tensors: &[Tensor], dtype: ExportDType, source: &dyn TensorSource) -> Result<()> {
     let mut header = Map::new();
     header.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut offset = 0;
@@ -180,11 +157,7 @@ fn write_shard(
     // Tensors begin at a multiple of 8 bytes, as every reader's alignment needs.
     header.resize(header.len().next_multiple_of(8), b' ');
     let mut file = BufWriter::new(io(path, "create", File::create(path))?);
-    io(
-        path,
-        "write",
-        file.write_all(&(header.len() as u64).to_le_bytes()),
-    )?;
+    io(path, "write", file.write_all(&(header.len() as u64).to_le_bytes()))?;
     io(path, "write", file.write_all(&header))?;
     let (mut values, mut bytes) = (vec![0f32; PIECE], Vec::with_capacity(PIECE * 4));
     for tensor in tensors {
@@ -198,28 +171,18 @@ fn write_shard(
             first += piece.len() as u64;
         }
     }
-    let file = file
-        .into_inner()
-        .map_err(|e| failed(path, "write", e.error()))?;
+    let file = file.into_inner().map_err(|e| failed(path, "write", e.error()))?;
     io(path, "sync", file.sync_all())
 }
 
 fn write_json(path: &Path, value: &Value) -> Result<()> {
     let mut file = io(path, "create", File::create(path))?;
-    io(
-        path,
-        "write",
-        file.write_all(format!("{value:#}\n").as_bytes()),
-    )?;
+    io(path, "write", file.write_all(format!("{value:#}\n").as_bytes()))?;
     io(path, "sync", file.sync_all())
 }
 
 fn sync_folder(folder: &Path) -> Result<()> {
-    io(
-        folder,
-        "sync",
-        File::open(folder).and_then(|f| f.sync_all()),
-    )
+    io(folder, "sync", File::open(folder).and_then(|f| f.sync_all()))
 }
 
 fn io<T>(path: &Path, call: &str, result: std::io::Result<T>) -> Result<T> {
