@@ -7,7 +7,7 @@
 mod operators;
 
 use crate::ops::Attention;
-use crate::{Backend, Collectives, DType, Device, Mark, Memory, Order, Result, Span, Stream, Tier, View};
+use crate::{Backend, Collectives, DType, Device, Mark, Memory, Order, Result, Span, Stream, Tier, View, route};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -172,17 +172,12 @@ impl Dry {
         add(&mut self.counts.lock());
     }
 
-    /// Checks shard against full: equal types, one shard per rank.
+    /// Checks a shard against the whole, and both against their arenas.
     #[track_caller]
     fn check_shard(&self, shard: View, full: View) {
         self.check(shard.span);
         self.check(full.span);
-        assert!(shard.dtype == full.dtype, "{shard:?} and {full:?} differ in type");
-        let whole = shard.span.bytes * u64::from(self.world) == full.span.bytes;
-        assert!(whole, "{full:?} is not {} shards as {shard:?}", self.world);
-        let own = full.span.part(u64::from(self.rank) * shard.span.bytes, shard.span.bytes);
-        let apart = shard.span == own || !shard.span.overlaps(full.span);
-        assert!(apart, "{shard:?} is neither this rank's part of {full:?} nor apart from it");
+        route::own_part(shard, full, self.rank, self.world);
     }
 
     #[track_caller]
@@ -248,11 +243,10 @@ impl Order for Dry {
         None
     }
 
-    fn copy(&self, _stream: Stream, source: Span, target: Span) -> Result<()> {
+    fn copy(&self, stream: Stream, source: Span, target: Span) -> Result<()> {
+        route::check_copy("dry", stream, source, target)?;
         self.check(source);
         self.check(target);
-        assert!(source.bytes == target.bytes, "copy of {source:?} to {target:?}: the lengths differ");
-        assert!(source == target || !source.overlaps(target), "copy of {source:?} to {target:?}: they overlap");
         self.count(|c| {
             c.copies_count += 1;
             c.copied_bytes[source.tier.index()][target.tier.index()] += source.bytes;

@@ -20,6 +20,7 @@ pub mod memory;
 pub mod numeric;
 pub mod ops;
 pub mod rng;
+mod route;
 pub mod stream;
 
 pub use backend::{Backend, Collectives, Device, Memory, Order};

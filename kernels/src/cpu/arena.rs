@@ -6,6 +6,9 @@
 use crate::{Error, Result, Tier};
 use std::ptr::NonNull;
 
+/// Alignment of an arena, in bytes.
+const PAGE: std::num::NonZero<usize> = std::num::NonZero::new(4096).unwrap();
+
 /// Memory of one tier. Zero bytes until written.
 pub(crate) struct Arena {
     base: NonNull<u8>,
@@ -27,7 +30,8 @@ impl Arena {
         let refused =
             |available: u64, hint: String| Error::Exhausted { tier: tier.name(), asked: bytes, available, hint };
         if bytes == 0 {
-            return Ok(Arena { base: NonNull::dangling(), bytes: 0 });
+            // Page-aligned like every other, so that an empty view of it is aligned for any element.
+            return Ok(Arena { base: NonNull::without_provenance(PAGE), bytes: 0 });
         }
         // The system would promise more than it has and kill the process when the promise is called in.
         let available = available_memory();

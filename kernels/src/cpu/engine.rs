@@ -8,7 +8,7 @@
 use super::arena::Arena;
 use crate::block_io::BlockFile;
 use crate::link::Link;
-use crate::{DType, Error, Mark, Result, Span, Stream, Tier, View};
+use crate::{DType, Error, Mark, Result, Span, Stream, Tier, View, route};
 use crossbeam::channel::Receiver;
 use parking_lot::{Condvar, Mutex};
 use std::sync::OnceLock;
@@ -202,23 +202,23 @@ impl Shared {
             }
             Command::Copy(source, target) => self.copy_memory(source, target, pace),
             Command::AllGather(shard, full) => {
-                let own = own_part(full, shard, self.rank());
-                self.copy_memory(shard.span, own.span, pace);
+                let own = self.own_part(shard, full);
+                self.copy_memory(shard.span, own, pace);
                 if let Some(link) = &self.link {
                     link.all_gather(self.bytes_mut(full.span))?;
                 }
             }
             Command::ReduceScatter(full, shard) => {
-                let own = own_part(full, shard, self.rank());
+                let own = self.own_part(shard, full);
                 match &self.link {
-                    Some(link) if shard.span == own.span => {
+                    Some(link) if shard.span == own => {
                         link.reduce_scatter(full.dtype, self.bytes_mut(full.span), None)?;
                     }
                     Some(link) => {
                         let out = self.bytes_mut(shard.span);
                         link.reduce_scatter(full.dtype, self.bytes_mut(full.span), Some(out))?;
                     }
-                    None => self.copy_memory(own.span, shard.span, pace),
+                    None => self.copy_memory(own, shard.span, pace),
                 }
             }
             Command::AllReduce(view) => {
@@ -231,8 +231,9 @@ impl Shared {
         Ok(())
     }
 
-    fn rank(&self) -> u64 {
-        self.link.as_ref().map_or(0, |link| u64::from(link.rank()))
+    fn own_part(&self, shard: View, full: View) -> Span {
+        let (rank, world) = self.link.as_ref().map_or((0, 1), |link| (link.rank(), link.world()));
+        route::own_part(shard, full, rank, world)
     }
 
     /// The life of an engine: until the queue's other end is dropped and everything in it is done.
@@ -271,11 +272,6 @@ impl Drop for LastWord<'_> {
             self.shared.progress[self.stream.index()].reach(u64::MAX, 0);
         }
     }
-}
-
-/// This rank's part of `full`.
-fn own_part(full: View, shard: View, rank: u64) -> View {
-    full.span.part(rank * shard.span.bytes, shard.span.bytes).view(full.dtype)
 }
 
 /// Whether sums are defined in `dtype`.

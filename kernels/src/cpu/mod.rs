@@ -12,7 +12,7 @@ pub mod truth;
 
 use crate::block_io::{BlockFile, BlockOptions, Rung};
 use crate::link::Link;
-use crate::{Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier, View};
+use crate::{Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier, View, route};
 use arena::Arena;
 use crossbeam::channel::Sender;
 use engine::{Command, Pace, Shared};
@@ -24,9 +24,6 @@ use std::thread::JoinHandle;
 
 /// Commands that wait in a queue before the caller has to.
 const QUEUE: usize = 1024;
-
-/// Offsets, lengths and addresses of file copies are multiples of this.
-const FILE_ALIGNMENT: u64 = 4096;
 
 /// What the emulated machine is like. The default is the machine as it is, one rank.
 #[derive(Default)]
@@ -301,33 +298,13 @@ impl Order for Cpu {
     }
 
     fn copy(&self, stream: Stream, source: Span, target: Span) -> Result<()> {
-        assert!(source.bytes == target.bytes, "copy of {source:?} to {target:?}: the lengths differ");
-        assert!(source == target || !source.overlaps(target), "copy of {source:?} to {target:?}: they overlap");
-        let allowed = match (source.tier, target.tier) {
-            (Tier::Nvme, Tier::Host) => stream == Stream::NvmeRead,
-            (Tier::Host, Tier::Nvme) => stream == Stream::NvmeWrite,
-            (Tier::Nvme, _) | (_, Tier::Nvme) => false,
-            _ => true,
-        };
-        if !allowed {
-            return Err(Error::Unsupported {
-                what: format!("a copy of {source:?} to {target:?} on {stream:?}"),
-                backend: "cpu",
-                instead: "file to host goes on nvme_read, host to file on nvme_write, and the device is reached \
-                          through the host"
-                    .into(),
-            });
-        }
+        route::check_copy("cpu", stream, source, target)?;
         for span in [source, target] {
             if span.tier == Tier::Nvme {
                 let bytes = self.shared.file.get().map_or(0, BlockFile::bytes);
                 assert!(span.end() <= bytes, "{span:?} lies outside of the nvme file of {bytes} bytes");
             } else {
                 self.shared.address(span);
-            }
-            if source.tier == Tier::Nvme || target.tier == Tier::Nvme {
-                let whole = span.offset.is_multiple_of(FILE_ALIGNMENT) && span.bytes.is_multiple_of(FILE_ALIGNMENT);
-                assert!(whole, "{span:?} is not in whole units of {FILE_ALIGNMENT} bytes");
             }
         }
         if source.bytes == 0 {
@@ -349,17 +326,12 @@ impl Cpu {
         assert!(mark.number <= issued, "{mark:?} was never made: the last one is {issued}");
     }
 
-    /// Checks shard against full: whole elements, equal types, one shard per rank.
+    /// Checks a shard against the whole, and both against their arenas.
     #[track_caller]
     fn check_shard(&self, shard: View, full: View) {
-        assert!(shard.dtype == full.dtype, "{shard:?} and {full:?} differ in type");
-        let whole = shard.span.bytes * u64::from(self.world()) == full.span.bytes;
-        assert!(whole, "{full:?} is not {} shards as {shard:?}", self.world());
+        route::own_part(shard, full, self.rank(), self.world());
         self.shared.address(shard.span);
         self.shared.address(full.span);
-        let own = full.span.part(u64::from(self.rank()) * shard.span.bytes, shard.span.bytes);
-        let apart = shard.span == own || !shard.span.overlaps(full.span);
-        assert!(apart, "{shard:?} is neither this rank's part of {full:?} nor apart from it");
     }
 }
 

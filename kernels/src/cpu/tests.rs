@@ -175,6 +175,7 @@ fn shortage_is_an_error_with_numbers() {
     // A refusal takes nothing: the tier can still be reserved, empty or not.
     cpu.reserve(OnDevice, MIB, None).expect("as much as the cap");
     cpu.reserve(Host, 0, None).expect("nothing");
+    assert!(cpu.slice::<f64>(Span::new(Host, 0, 0).view(DType::F64)).is_empty());
     cpu.reserve(Nvme, 0, None).expect("nothing");
 }
 

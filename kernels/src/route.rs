@@ -1,0 +1,52 @@
+//! The laws of copies and collectives that every backend holds its callers to.
+
+use crate::block_io::BLOCK_BYTES;
+use crate::{Error, Result, Span, Stream, Tier, View};
+
+/// Checks that `source` may be copied to `target` on `stream`.
+///
+/// # Errors
+/// [`Error::Unsupported`] if the tiers do not fit the stream.
+///
+/// # Panics
+/// If the lengths differ, the spans overlap without being one, or a copy of a file is not in whole blocks.
+#[track_caller]
+pub(crate) fn check_copy(backend: &'static str, stream: Stream, source: Span, target: Span) -> Result<()> {
+    assert!(source.bytes == target.bytes, "copy of {source:?} to {target:?}: the lengths differ");
+    assert!(source == target || !source.overlaps(target), "copy of {source:?} to {target:?}: they overlap");
+    let file = match (source.tier, target.tier) {
+        (Tier::Nvme, Tier::Host) if stream == Stream::NvmeRead => true,
+        (Tier::Host, Tier::Nvme) if stream == Stream::NvmeWrite => true,
+        (Tier::Nvme, _) | (_, Tier::Nvme) => {
+            return Err(Error::Unsupported {
+                what: format!("a copy of {source:?} to {target:?} on {stream:?}"),
+                backend,
+                instead: "file to host goes on nvme_read, host to file on nvme_write, and files reach the device \
+                          through the host"
+                    .into(),
+            });
+        }
+        _ => false,
+    };
+    for span in [source, target] {
+        let whole = span.offset.is_multiple_of(BLOCK_BYTES) && span.bytes.is_multiple_of(BLOCK_BYTES);
+        assert!(!file || whole, "{span:?} is not in whole blocks of {BLOCK_BYTES} bytes");
+    }
+    Ok(())
+}
+
+/// Checks the shard of `rank` against the whole of `world` ranks, and gives this rank's part of the whole.
+///
+/// # Panics
+/// If their types differ, the whole is not one shard per rank, or the shard overlaps the whole without being
+/// this rank's part of it.
+#[track_caller]
+pub(crate) fn own_part(shard: View, full: View, rank: u32, world: u32) -> Span {
+    assert!(shard.dtype == full.dtype, "{shard:?} and {full:?} differ in type");
+    let whole = shard.span.bytes * u64::from(world) == full.span.bytes;
+    assert!(whole, "{full:?} is not {world} shards as {shard:?}");
+    let own = full.span.part(u64::from(rank) * shard.span.bytes, shard.span.bytes);
+    let apart = shard.span == own || !shard.span.overlaps(full.span);
+    assert!(apart, "{shard:?} is neither this rank's part of {full:?} nor apart from it");
+    own
+}
