@@ -17,13 +17,19 @@ use crate::{
     },
     optimizer::Optimizer,
     source::TensorSource,
-    step::{Model, Step},
+    step::{Due, Model, Step},
 };
-use castor_kernels::{Backend, DType, Tier, View, ops::Classify, rng};
+use castor_kernels::{
+    Backend, DType, Tier, View,
+    dry::{Dry, DryProfile},
+    ops::Classify,
+    rng,
+};
 use castor_runtime::{
     Category, GroupId, Pass, Role, StatefulTensorMgr,
     layout::{Formats, Layout, Sharding},
-    plan::{Fixed, Plan},
+    plan::{Budgets, Fixed, Plan},
+    policy::PlacementPolicy,
 };
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -147,43 +153,75 @@ impl Blueprint {
         }
     }
 
-    /// Goes through every pass of the run twice (the second time is the steady one), with `mgr` on a backend that
-    /// only counts.
+    /// The passes that the run has.
+    pub fn passes(&self) -> Vec<Pass> {
+        let optimizer = self.options.optimizer;
+        let has = |pass: &Pass| match pass {
+            Pass::Train => true,
+            Pass::Update => optimizer.is_some(),
+            Pass::Hessian => optimizer.is_some_and(|optimizer| optimizer.estimates()),
+            Pass::Evaluate => self.options.evaluates,
+        };
+        Pass::ALL.into_iter().filter(has).collect()
+    }
+
+    /// Goes through one pass, with `mgr` on a backend that only counts.
     ///
     /// # Errors
     /// If the manager finds no room.
-    pub fn rehearse(&self, mgr: &mut StatefulTensorMgr) -> castor_runtime::Result<()> {
-        self.rehearse_once(mgr)?;
-        self.rehearse_once(mgr)
-    }
-
-    fn rehearse_once(&self, mgr: &mut StatefulTensorMgr) -> castor_runtime::Result<()> {
+    pub fn rehearse(&self, mgr: &mut StatefulTensorMgr, pass: Pass) -> castor_runtime::Result<()> {
         let mut inputs = self.inputs_in(mgr);
         let gradient = Classify::Gradient { scale: 1.0 };
-        if self.options.optimizer.is_some_and(|o| o.estimates()) {
-            inputs.pretend(1);
-            let mut pass = Step::begin(mgr, &self.model, &inputs, Pass::Hessian);
-            pass.forward()?;
-            pass.backward(gradient)?;
-            pass.norm(0.0, 1.0, inputs.hessian_control())?;
-            pass.hessian(0.0, 1.0, 1.0)?;
-            pass.end()?;
+        let due = self.options.optimizer.map(|optimizer| Due { update: optimizer.update(0.0, 0), seed: 0 });
+        inputs.pretend(if pass == Pass::Hessian { 1 } else { self.options.micro_batches });
+        let mut step = Step::begin(mgr, &self.model, &inputs, pass);
+        match pass {
+            Pass::Train => {
+                step.forward(due.as_ref())?;
+                step.backward(gradient)?;
+                step.norm(self.options.max_norm, 1.0, inputs.control())?;
+            }
+            Pass::Hessian => {
+                step.forward(None)?;
+                step.backward(gradient)?;
+                step.norm(0.0, 1.0, inputs.hessian_control())?;
+                step.hessian(0.0, 1.0, 1.0)?;
+            }
+            Pass::Evaluate => step.evaluate(&mut |_, _, _| Ok(()))?,
+            Pass::Update => {
+                if let Some(due) = &due {
+                    step.update(due)?;
+                }
+            }
         }
-        inputs.pretend(self.options.micro_batches);
-        let mut pass = Step::begin(mgr, &self.model, &inputs, Pass::Train);
-        pass.forward()?;
-        pass.backward(gradient)?;
-        pass.norm(self.options.max_norm, 1.0, inputs.control())?;
-        if let Some(optimizer) = self.options.optimizer {
-            pass.update(optimizer.update(0.0, 0), 0)?;
-        }
-        pass.end()?;
-        if self.options.evaluates {
-            let mut pass = Step::begin(mgr, &self.model, &inputs, Pass::Evaluate);
-            pass.evaluate(&mut |_, _, _| Ok(()))?;
-            pass.end()?;
-        }
-        Ok(())
+        step.end()
+    }
+
+    /// Plans the run on `backend` under `budgets`, by rehearsing it on a backend that only counts.
+    ///
+    /// # Errors
+    /// [`castor_runtime::Error::OutOfRoom`] if it does not fit.
+    pub fn plan(
+        &self,
+        backend: &dyn Backend,
+        policy: &dyn PlacementPolicy,
+        budgets: Budgets,
+        lookahead_bytes: Option<u64>,
+    ) -> castor_runtime::Result<Plan> {
+        let device = backend.device();
+        let profile = DryProfile { workspace_bytes: backend.workspace_bytes(), ..DryProfile::default() };
+        let dry = || -> Arc<dyn Backend> { Arc::new(Dry::new(backend.world(), backend.rank(), profile.clone())) };
+        Plan::make(
+            &self.layout,
+            self.fixed(),
+            policy,
+            budgets,
+            lookahead_bytes,
+            device.overhead_bytes,
+            &dry,
+            &self.passes(),
+            &|manager, pass| self.rehearse(manager, pass),
+        )
     }
 
     fn inputs_in(&self, mgr: &StatefulTensorMgr) -> Inputs {
@@ -262,6 +300,8 @@ pub struct Engine {
     model: Model,
     options: Options,
     inputs: Inputs,
+    /// The last step's update, which the next pass makes.
+    due: Option<Due>,
     track: Track,
 }
 
@@ -325,11 +365,13 @@ impl Engine {
         let options = blueprint.options.clone();
         let table = options.config.rope_table(options.sequence as usize);
         inputs.upload_rope(backend.as_ref(), &table)?;
+        backend.zero(inputs.control());
         Ok(Engine {
             mgr,
             ops: backend,
             model: blueprint.model.clone(),
             inputs,
+            due: None,
             track: Track {
                 progress: Progress {
                     step: 0,
@@ -391,15 +433,19 @@ impl Engine {
         }
         self.inputs.send(ops, inputs.micros)?;
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Train);
-        pass.forward()?;
+        // Where no update is due the control scalars forbid it.
+        let due = self.due.take().unwrap_or(Due { update: optimizer.update(0.0, 0), seed: 0 });
+        pass.forward(Some(&due))?;
         // The forward is queued: looking at the step before costs no time now, and its verdict is needed from here on.
         let previous = self.track.resolve(ops, &self.inputs)?;
         let loss_scale = self.track.progress.loss_scale.scale();
         pass.backward(Classify::Gradient { scale: loss_scale / inputs.tokens as f32 })?;
         pass.norm(self.options.max_norm, loss_scale, self.inputs.control())?;
-        let update = optimizer.update(lr, self.track.progress.applied);
-        pass.update(update, rng::bits(self.options.seed, step, lane::ROUNDING))?;
         pass.end()?;
+        self.due = Some(Due {
+            update: optimizer.update(lr, self.track.progress.applied),
+            seed: rng::bits(self.options.seed, step, lane::ROUNDING),
+        });
         let ticket = self.inputs.read_back(ops)?;
         self.begun(lr, inputs.tokens, Some(ticket));
         Ok(previous)
@@ -418,6 +464,7 @@ impl Engine {
         if tokens == 0 {
             return Ok(());
         }
+        self.flush()?;
         let ops = self.ops.as_ref();
         self.inputs.send(ops, std::slice::from_ref(micro))?;
         let loss_scale = self.track.progress.loss_scale.scale();
@@ -432,7 +479,7 @@ impl Engine {
         };
         let control = self.inputs.hessian_control();
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Hessian);
-        pass.forward()?;
+        pass.forward(None)?;
         pass.backward(what)?;
         pass.norm(0.0, loss_scale, control)?;
         pass.hessian(beta2 as f32, tokens as f32, 1.0 / loss_scale)?;
@@ -448,7 +495,7 @@ impl Engine {
         self.inputs.send(ops, inputs.micros)?;
         let loss_scale = self.track.progress.loss_scale.scale();
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Train);
-        pass.forward()?;
+        pass.forward(None)?;
         pass.backward(Classify::Gradient { scale: loss_scale / inputs.tokens.max(1) as f32 })?;
         pass.norm(0.0, loss_scale, self.inputs.control())?;
         pass.end()?;
@@ -483,6 +530,7 @@ impl Engine {
         micros: &[MicroBatch],
         observe: &mut dyn FnMut(u64, u64, View) -> castor_kernels::Result<()>,
     ) -> Result<f64> {
+        self.flush()?;
         let ops = self.ops.as_ref();
         self.inputs.send(ops, micros)?;
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Evaluate);
@@ -492,11 +540,26 @@ impl Engine {
         Ok(f64::from(self.inputs.read(ops, ticket)?.loss_sum))
     }
 
-    /// Waits for the last step; its result, unless it was returned already.
+    /// Makes the update that the last step left to the next one.
+    ///
+    /// # Errors
+    /// If the world below refuses.
+    pub fn flush(&mut self) -> Result<()> {
+        if let Some(due) = self.due.take() {
+            let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Update);
+            pass.update(&due)?;
+            pass.end()?;
+            self.ops.zero(self.inputs.control());
+        }
+        Ok(())
+    }
+
+    /// Makes the last step's update and waits for it; its result, unless it was returned already.
     ///
     /// # Errors
     /// If work of the step failed, or the run only skips.
     pub fn finish(&mut self) -> Result<Option<StepResult>> {
+        self.flush()?;
         self.track.resolve(self.ops.as_ref(), &self.inputs)
     }
 
@@ -545,6 +608,7 @@ impl Engine {
     /// # Errors
     /// If a tier or a peer refuses.
     pub fn read_group(&mut self, group: GroupId) -> Result<Vec<f32>> {
+        self.flush()?;
         let mut values = vec![0.0; self.mgr.layout().group(group).used as usize];
         self.mgr.read_group(group, &mut values)?;
         Ok(values)
@@ -572,7 +636,8 @@ impl Engine {
         &group[part.offset as usize..(part.offset + part.elements()) as usize]
     }
 
-    /// The manager, for checkpoints and reports.
+    /// The manager, for checkpoints and reports. [`Engine::finish`] first, if the chunks are to be those after the last
+    /// update.
     pub const fn manager(&mut self) -> &mut StatefulTensorMgr {
         &mut self.mgr
     }

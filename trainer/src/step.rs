@@ -1,4 +1,8 @@
-//! One pass over the model, tick by tick: forward, head, backward, norm, update.
+//! One pass over the model, tick by tick: each group's update and forward, head, backward, norm.
+//!
+//! A step's updates are made by the next step, each right before the forward that needs its weights: behind it
+//! the states of the groups to come are on their way, and by then the exact global norm is known. What no next
+//! step will make, [`Step::update`] makes.
 //!
 //! Layer-major: at each tick a block's weights are acquired once and used for all micro-batches of the step, so
 //! that weights cross the link once per direction and a block's gradient is final when its tick ends. The square
@@ -30,6 +34,15 @@ pub(crate) struct Model {
     pub shape: Shape,
     pub groups: Groups,
     pub activations: Activations,
+}
+
+/// The update of a step that a later pass makes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Due {
+    /// Which update, with this step's rates.
+    pub update: Update,
+    /// Seed of its stochastic rounding.
+    pub seed: u64,
 }
 
 /// A pass in progress. The calls come in the order of the methods below.
@@ -64,12 +77,14 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Embedding and all blocks, keeping what the backward wants.
+    /// Embedding and all blocks, keeping what the backward wants. `due` is the update that the step before left to
+    /// this one; the flag in the control scalars says whether there is one (L9), so the ticks are always the same.
     ///
     /// # Errors
     /// If the world below refuses.
-    pub fn forward(&mut self) -> Result<()> {
+    pub fn forward(&mut self, due: Option<&Due>) -> Result<()> {
         let model = self.model;
+        self.update_due(due, Groups::EMBEDDING, Phase::Embed)?;
         self.tick("embed", Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
         for micro in 0..self.micros {
@@ -79,6 +94,7 @@ impl<'a> Step<'a> {
         self.mgr.release(lease)?;
         for block in 0..model.shape.blocks {
             let group = model.groups.block(block);
+            self.update_due(due, group, Phase::Forward(block))?;
             self.tick("forward", group, Phase::Forward(block))?;
             let lease = self.weights(group)?;
             let weights = self.block_tensors(&lease, group);
@@ -90,7 +106,7 @@ impl<'a> Step<'a> {
             }
             self.mgr.release(lease)?;
         }
-        Ok(())
+        self.update_due(due, model.groups.head(), Phase::Head)
     }
 
     /// Embedding, blocks and losses, keeping nothing; the sum of the losses is left in the readings. `observe` sees
@@ -167,16 +183,21 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Updates every group, in the order in which the next forward wants them.
+    /// Makes the update of every group at once, for want of a next step.
     ///
     /// # Errors
     /// If the world below refuses.
-    pub fn update(&mut self, update: Update, seed: u64) -> Result<()> {
+    pub fn update(&mut self, due: &Due) -> Result<()> {
         for group in (0..self.model.groups.count() as u32).map(GroupId) {
-            self.tick("update", group, Phase::Update)?;
-            self.update_group(group, update, seed)?;
+            self.update_due(Some(due), group, Phase::Update)?;
         }
         Ok(())
+    }
+
+    fn update_due(&mut self, due: Option<&Due>, group: GroupId, phase: Phase) -> Result<()> {
+        let Some(due) = due else { return Ok(()) };
+        self.tick("update", group, phase)?;
+        self.update_group(group, due.update, due.seed)
     }
 
     /// Takes the gradients into every group's Hessian estimate. `tokens` counted in the estimate.

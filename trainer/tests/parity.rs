@@ -134,16 +134,9 @@ fn oracle_cases() {
     };
     let expected = json(&folder.join("expected.json"));
     let rows = expected["input_ids"].as_array().unwrap();
-    let ids: Vec<i32> = rows
-        .iter()
-        .flat_map(|row| row.as_array().unwrap())
-        .map(|id| id.as_i64().unwrap() as i32)
-        .collect();
-    let batch = Batch {
-        sequence: ids.len() as u64 / rows.len() as u64,
-        labels: ids.clone(),
-        ids,
-    };
+    let ids: Vec<i32> =
+        rows.iter().flat_map(|row| row.as_array().unwrap()).map(|id| id.as_i64().unwrap() as i32).collect();
+    let batch = Batch { sequence: ids.len() as u64 / rows.len() as u64, labels: ids.clone(), ids };
     for (case, expected) in expected["cases"].as_object().unwrap() {
         let folder = folder.join(case);
         let mut options = options(&folder, batch.rows(), batch.sequence, 1);
@@ -156,20 +149,13 @@ fn oracle_cases() {
         close(case, f64::from(values("loss")[0]), loss, 1e-6);
         let norm = expected["grad_norm"].as_f64().unwrap();
         close(case, f64::from(values("grad_norm")[0]), norm, 1e-5);
-        let last: Vec<f32> = expected["logits_last_first8"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|x| x.as_f64().unwrap() as f32)
-            .collect();
+        let last: Vec<f32> =
+            expected["logits_last_first8"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect();
         let vocabulary = engine.options().config.vocab_size as usize;
         let start = (batch.sequence as usize - 1) * vocabulary;
         let logits = &values("logits")[start..start + 8];
         let error = parity::relative_error(logits, &last);
-        assert!(
-            error < 1e-4,
-            "{case}: logits {logits:?} instead of {last:?}"
-        );
+        assert!(error < 1e-4, "{case}: logits {logits:?} instead of {last:?}");
         for (name, norm) in expected["grad_l2"].as_object().unwrap() {
             let gradient = values(&format!("grad.{name}"));
             let square: f64 = gradient.iter().map(|&x| f64::from(x) * f64::from(x)).sum();

@@ -4,11 +4,10 @@
 use castor_kernels::{
     Backend, DType,
     cpu::{Cpu, CpuOptions},
-    dry::{Dry, DryProfile},
 };
 use castor_runtime::{
     layout::Sharding,
-    plan::{Budgets, Plan},
+    plan::Budgets,
     policy::{DevicePolicy, PlacementPolicy},
 };
 use castor_trainer::{
@@ -48,11 +47,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         sequence,
         micro_batches,
         formats: formats(DType::F32, DType::F32, DType::F32),
-        sharding: Sharding {
-            parameters: true,
-            gradients: true,
-            optimizer: true,
-        },
+        sharding: Sharding { parameters: true, gradients: true, optimizer: true },
         keep: vec![Keep::All; config.num_hidden_layers as usize],
         fused_attention: true,
         deterministic: true,
@@ -68,31 +63,16 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
 }
 
 pub fn adamw(beta1: f64, beta2: f64, weight_decay: f64) -> Optimizer {
-    Optimizer::AdamW {
-        beta1,
-        beta2,
-        eps: 1e-8,
-        weight_decay,
-    }
+    Optimizer::AdamW { beta1, beta2, eps: 1e-8, weight_decay }
 }
 
 pub fn constant(base: f64) -> Schedule {
-    Schedule {
-        base,
-        decay: Decay::Constant,
-        convention: Convention::HuggingFace,
-        warmup: 0,
-        total: 1,
-    }
+    Schedule { base, decay: Decay::Constant, convention: Convention::HuggingFace, warmup: 0, total: 1 }
 }
 
 /// More than any test model needs.
 pub fn plenty() -> Budgets {
-    Budgets {
-        device: 1 << 30,
-        host: 1 << 30,
-        ..Budgets::default()
-    }
+    Budgets { device: 1 << 30, host: 1 << 30, ..Budgets::default() }
 }
 
 /// An engine with everything on the device and the weights of `folder`.
@@ -101,43 +81,12 @@ pub fn engine(options: Options, folder: &Path) -> Engine {
 }
 
 /// An engine by a policy under budgets, with the weights of `folder`.
-pub fn engine_with(
-    options: Options,
-    folder: &Path,
-    policy: &dyn PlacementPolicy,
-    budgets: Budgets,
-) -> Engine {
+pub fn engine_with(options: Options, folder: &Path, policy: &dyn PlacementPolicy, budgets: Budgets) -> Engine {
     let cpu: Arc<dyn Backend> = Arc::new(
-        Cpu::new(CpuOptions {
-            device_bytes: Some(budgets.device),
-            threads: Some(1),
-            ..CpuOptions::default()
-        })
-        .unwrap(),
+        Cpu::new(CpuOptions { device_bytes: Some(budgets.device), threads: Some(1), ..CpuOptions::default() }).unwrap(),
     );
     let blueprint = Blueprint::new(options, cpu.as_ref());
-    let workspace_bytes = cpu.workspace_bytes();
-    let dry = || -> Arc<dyn Backend> {
-        Arc::new(Dry::new(
-            1,
-            0,
-            DryProfile {
-                workspace_bytes,
-                ..DryProfile::default()
-            },
-        ))
-    };
-    let plan = Plan::make(
-        blueprint.layout(),
-        blueprint.fixed(),
-        policy,
-        budgets,
-        None,
-        0,
-        &dry,
-        &|manager| blueprint.rehearse(manager),
-    )
-    .unwrap();
+    let plan = blueprint.plan(cpu.as_ref(), policy, budgets, None).unwrap();
     let mut engine = Engine::new(cpu, &blueprint, plan).unwrap();
     let (weights, _) = HfFolder::open(folder, &engine.options().config).unwrap();
     engine.load(&weights).unwrap();
@@ -148,8 +97,5 @@ pub fn engine_with(
 #[track_caller]
 pub fn close(what: &str, a: f64, b: f64, tolerance: f64) {
     let error = (a - b).abs() / b.abs().max(f64::MIN_POSITIVE);
-    assert!(
-        error <= tolerance,
-        "{what}: {a} instead of {b}, off by {error:.2e} > {tolerance:.0e}"
-    );
+    assert!(error <= tolerance, "{what}: {a} instead of {b}, off by {error:.2e} > {tolerance:.0e}");
 }
