@@ -72,8 +72,10 @@ impl Optimizer {
     }
 }
 
+/// 1/(1−β^count) for the f32 β that the update computes with: 0.999 is not an f32, and a correction for another
+/// β than the moment's own would be off by 5·10⁻⁵ in the first steps.
 fn inverse_bias(beta: f64, count: u64) -> f32 {
-    let power = beta.powi(i32::try_from(count).unwrap_or(i32::MAX));
+    let power = f64::from(beta as f32).powi(i32::try_from(count).unwrap_or(i32::MAX));
     (1.0 / (1.0 - power)) as f32
 }
 
@@ -89,6 +91,11 @@ mod tests {
         let Update::AdamW(late) = adamw.update(1e-3, u64::MAX / 2) else { panic!("not AdamW") };
         assert_eq!((late.inv_bias1, late.inv_bias2), (1.0, 1.0));
         assert_eq!(adamw.estimates_at(0), None);
+        let second_moment = (1.0 - first.beta2) * first.inv_bias2;
+        assert!(
+            (second_moment - 1.0).abs() < 2e-7,
+            "the first moment is the gradient itself"
+        );
     }
 
     #[test]
