@@ -1,0 +1,351 @@
+//! The CPU backend's streams: one thread with an in-order queue of plain commands per stream that is not
+//! `Compute`, and the progress that marks look at.
+//!
+//! Owns the arenas, the file of the NVMe tier and the link, since the engines outlive every call. An engine
+//! really copies while the compute thread works. After the first failure engines do no more work, but
+//! still reach their marks, so that nobody waits for ever.
+
+use super::arena::Arena;
+use crate::block_io::BlockFile;
+use crate::link::Link;
+use crate::{DType, Error, Mark, Result, Span, Stream, Tier, View};
+use crossbeam::channel::Receiver;
+use parking_lot::{Condvar, Mutex};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Marks of a stream whose time is kept.
+const TIMES: usize = 4096;
+
+/// Bytes between two looks at the clock of a throttled copy.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Work of an engine.
+#[derive(Clone, Copy)]
+pub(crate) enum Command {
+    /// Copy the first span to the second.
+    Copy(Span, Span),
+    /// Go on when the mark is reached.
+    Wait(Mark),
+    /// The stream's mark of this number is reached.
+    Mark(u64),
+    /// Shard, full.
+    AllGather(View, View),
+    /// Full, shard.
+    ReduceScatter(View, View),
+    /// In place.
+    AllReduce(View),
+}
+
+/// How far a stream is.
+pub(crate) struct Progress {
+    reached: AtomicU64,
+    /// Nanoseconds since the start of the backend at which mark `n` was reached, at `n % TIMES`.
+    times: Box<[AtomicU64]>,
+    lock: Mutex<()>,
+    changed: Condvar,
+}
+
+impl Progress {
+    fn new() -> Progress {
+        Progress {
+            reached: AtomicU64::new(0),
+            times: (0..TIMES).map(|_| AtomicU64::new(0)).collect(),
+            lock: Mutex::new(()),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Whether mark `number` is reached.
+    pub(crate) fn has(&self, number: u64) -> bool {
+        self.reached.load(Ordering::Acquire) >= number
+    }
+
+    /// Blocks until mark `number` is reached.
+    pub(crate) fn wait(&self, number: u64) {
+        if self.has(number) {
+            return;
+        }
+        let mut guard = self.lock.lock();
+        while !self.has(number) {
+            self.changed.wait(&mut guard);
+        }
+    }
+
+    /// Reaches mark `number` at time `now_ns`.
+    pub(crate) fn reach(&self, number: u64, now_ns: u64) {
+        self.times[number as usize % TIMES].store(now_ns, Ordering::Relaxed);
+        self.reached.store(number, Ordering::Release);
+        // Taking the lock orders this after a waiter's last look and before its sleep.
+        drop(self.lock.lock());
+        self.changed.notify_all();
+    }
+
+    /// When mark `number` was reached, if it was and is among the last `TIMES`.
+    pub(crate) fn time_ns(&self, number: u64) -> Option<u64> {
+        let reached = self.reached.load(Ordering::Acquire);
+        let kept = number > 0 && number <= reached && reached - number < TIMES as u64;
+        kept.then(|| self.times[number as usize % TIMES].load(Ordering::Relaxed))
+    }
+}
+
+/// What the calling thread and the engines share. Fields drop in order: the file before the memory that it
+/// may have registered with the kernel.
+pub(crate) struct Shared {
+    pub(crate) file: OnceLock<BlockFile>,
+    pub(crate) arenas: [OnceLock<Arena>; 2],
+    pub(crate) link: Option<Link>,
+    pub(crate) progress: [Progress; Stream::ALL.len()],
+    pub(crate) start: Instant,
+    failure: OnceLock<Error>,
+}
+
+impl Shared {
+    pub(crate) fn new(link: Option<Link>) -> Shared {
+        Shared {
+            file: OnceLock::new(),
+            arenas: [OnceLock::new(), OnceLock::new()],
+            link,
+            progress: std::array::from_fn(|_| Progress::new()),
+            start: Instant::now(),
+            failure: OnceLock::new(),
+        }
+    }
+
+    /// Keeps `error` if it is the first.
+    pub(crate) fn fail(&self, error: Error) {
+        let _ = self.failure.set(error);
+    }
+
+    /// The first failure, if there was one.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.failure
+            .get()
+            .map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Nanoseconds since the start.
+    pub(crate) fn now_ns(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64
+    }
+
+    /// Address of a device or host span, checked against its arena.
+    ///
+    /// # Panics
+    /// If the span is not inside a reserved arena, or is on the NVMe tier.
+    #[track_caller]
+    pub(crate) fn address(&self, span: Span) -> *mut u8 {
+        assert!(span.tier != Tier::Nvme, "{span:?} has no address");
+        let Some(arena) = self.arenas[span.tier.index()].get() else {
+            panic!("{span:?} of a tier that was not reserved");
+        };
+        let inside = span
+            .offset
+            .checked_add(span.bytes)
+            .is_some_and(|end| end <= arena.bytes());
+        assert!(
+            inside,
+            "{span:?} lies outside of the {} arena of {} bytes",
+            span.tier,
+            arena.bytes()
+        );
+        arena.base().wrapping_add(span.offset as usize)
+    }
+
+    /// The bytes of a span, to read.
+    #[track_caller]
+    fn bytes(&self, span: Span) -> &[u8] {
+        let base = self.address(span);
+        // SAFETY: `address` checked the range, which lives as long as `self`. Whoever issued the command
+        // ordered it by marks so that nobody writes the span meanwhile (the contract of `Order`).
+        unsafe { std::slice::from_raw_parts(base, span.bytes as usize) }
+    }
+
+    /// The bytes of a span, to write.
+    #[track_caller]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "an arena is shared memory; exclusivity comes from marks"
+    )]
+    fn bytes_mut(&self, span: Span) -> &mut [u8] {
+        let base = self.address(span);
+        // SAFETY: `address` checked the range, which lives as long as `self`. Whoever issued the command
+        // ordered it by marks so that nobody else uses the span meanwhile (the contract of `Order`).
+        unsafe { std::slice::from_raw_parts_mut(base, span.bytes as usize) }
+    }
+
+    /// Copies within memory, pacing itself by `pace`.
+    pub(crate) fn copy_memory(&self, source: Span, target: Span, pace: &mut Pace) {
+        let (from, to) = (self.address(source), self.address(target));
+        if from == to {
+            return;
+        }
+        let bytes = source.bytes as usize;
+        let mut done = 0;
+        while done < bytes {
+            // One piece if nothing is paced: the memory's own speed.
+            let piece = if pace.is_free() {
+                bytes
+            } else {
+                PIECE_BYTES.min(bytes - done)
+            };
+            // SAFETY: both ranges were checked by `address`, have equal lengths and do not overlap (checked
+            // when the copy was issued); the issuer ordered other uses of them by marks.
+            unsafe { std::ptr::copy_nonoverlapping(from.add(done), to.add(done), piece) };
+            done += piece;
+            pace.passed(piece as u64);
+        }
+    }
+
+    fn file(&self) -> &BlockFile {
+        let Some(file) = self.file.get() else {
+            panic!("the nvme tier was not reserved")
+        };
+        file
+    }
+
+    /// Carries out one piece of work on the thread of an engine.
+    fn run(&self, command: Command, pace: &mut Pace) -> Result<()> {
+        match command {
+            Command::Copy(source, target) if source.tier == Tier::Nvme => {
+                self.file().read(source.offset, self.bytes_mut(target))?;
+                pace.passed(source.bytes);
+            }
+            Command::Copy(source, target) if target.tier == Tier::Nvme => {
+                self.file().write(target.offset, self.bytes(source))?;
+                pace.passed(source.bytes);
+            }
+            Command::Copy(source, target) => self.copy_memory(source, target, pace),
+            Command::AllGather(shard, full) => {
+                let own = own_part(full, shard, self.rank());
+                self.copy_memory(shard.span, own.span, pace);
+                if let Some(link) = &self.link {
+                    link.all_gather(self.bytes_mut(full.span))?;
+                }
+            }
+            Command::ReduceScatter(full, shard) => {
+                let own = own_part(full, shard, self.rank());
+                match &self.link {
+                    Some(link) if shard.span == own.span => {
+                        link.reduce_scatter(full.dtype, self.bytes_mut(full.span), None)?;
+                    }
+                    Some(link) => {
+                        let out = self.bytes_mut(shard.span);
+                        link.reduce_scatter(full.dtype, self.bytes_mut(full.span), Some(out))?;
+                    }
+                    None => self.copy_memory(own.span, shard.span, pace),
+                }
+            }
+            Command::AllReduce(view) => {
+                if let Some(link) = &self.link {
+                    link.all_reduce(view.dtype, self.bytes_mut(view.span))?;
+                }
+            }
+            Command::Wait(_) | Command::Mark(_) => {}
+        }
+        Ok(())
+    }
+
+    fn rank(&self) -> u64 {
+        self.link.as_ref().map_or(0, |link| u64::from(link.rank()))
+    }
+
+    /// The life of an engine: until the queue's other end is dropped and everything in it is done.
+    pub(crate) fn serve(&self, stream: Stream, queue: &Receiver<Command>, mut pace: Pace) {
+        let progress = &self.progress[stream.index()];
+        let _last_word = LastWord {
+            shared: self,
+            stream,
+        };
+        for command in queue {
+            match command {
+                Command::Wait(mark) => {
+                    self.progress[mark.stream.index()].wait(mark.number);
+                    pace.idle();
+                }
+                Command::Mark(number) => progress.reach(number, self.now_ns()),
+                work if self.failure.get().is_none() => {
+                    if let Err(error) = self.run(work, &mut pace) {
+                        self.fail(error);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Keeps others from waiting for an engine that a bug has ended.
+struct LastWord<'a> {
+    shared: &'a Shared,
+    stream: Stream,
+}
+
+impl Drop for LastWord<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let call = format!("the engine of {:?}", self.stream);
+            self.shared.fail(Error::Device {
+                call,
+                reason: "it panicked: a bug of this program".into(),
+            });
+            self.shared.progress[self.stream.index()].reach(u64::MAX, 0);
+        }
+    }
+}
+
+/// This rank's part of `full`.
+fn own_part(full: View, shard: View, rank: u64) -> View {
+    full.span
+        .part(rank * shard.span.bytes, shard.span.bytes)
+        .view(full.dtype)
+}
+
+/// Whether sums are defined in `dtype`.
+pub(crate) const fn sums_in(dtype: DType) -> bool {
+    matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::Bf16)
+}
+
+/// The bandwidth of an emulated link: makes its thread sleep so that bytes pass no faster.
+pub(crate) struct Pace {
+    ns_per_byte: Option<f64>,
+    /// When the bytes so far are through.
+    due: Instant,
+}
+
+impl Pace {
+    /// `bytes_per_s`: none for as fast as memory or disk go.
+    pub(crate) fn new(bytes_per_s: Option<f64>) -> Pace {
+        Pace {
+            ns_per_byte: bytes_per_s.map(|rate| 1e9 / rate),
+            due: Instant::now(),
+        }
+    }
+
+    fn is_free(&self) -> bool {
+        self.ns_per_byte.is_none()
+    }
+
+    /// Time in which the engine had nothing to do is not saved up.
+    fn idle(&mut self) {
+        self.due = self.due.max(Instant::now());
+    }
+
+    /// `bytes` were copied: returns when the emulated link would be through with them.
+    fn passed(&mut self, bytes: u64) {
+        let Some(ns_per_byte) = self.ns_per_byte else {
+            return;
+        };
+        let took = Duration::from_nanos((bytes as f64 * ns_per_byte) as u64);
+        let now = Instant::now();
+        // A gap longer than this piece was idleness between commands, not lateness to catch up with.
+        if now.duration_since(self.due) > took {
+            self.due = now.checked_sub(took).unwrap_or(now);
+        }
+        self.due += took;
+        if self.due > now {
+            std::thread::sleep(self.due - now);
+        }
+    }
+}
