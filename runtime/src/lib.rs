@@ -1,1 +1,27 @@
-//! placeholder
+//! Where bytes are, and when they move: chunks, tiers, ticks and plans.
+//!
+//! No mathematics, no model, no printing: a trainer describes groups of tensors ([`layout`]), says what it
+//! uses when by simply running ([`schedule`]), and gets leases on chunks from [`tensor_mgr`]. The modules
+//! stand in the order in which they are best read, which is also the order of dependency.
+#![forbid(unsafe_code)]
+
+pub mod units;
+pub mod error;
+pub mod limits;
+pub mod layout;
+pub mod fence;
+pub mod region;
+pub mod ledger;
+pub mod schedule;
+pub mod mem_stats;
+pub mod chunk;
+pub mod transfer;
+pub mod policy;
+pub mod plan;
+pub mod tensor_mgr;
+
+pub use error::{Error, Result};
+pub use ledger::Category;
+pub use schedule::{Access, Pass};
+pub use tensor_mgr::{Lease, StatefulTensorMgr};
+pub use units::{Bytes, ChunkId, GroupId, Role, Tick};

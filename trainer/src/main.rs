@@ -1,1 +1,2 @@
+//! The binary `castor`.
 fn main() {}

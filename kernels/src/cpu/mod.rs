@@ -8,6 +8,7 @@ mod arena;
 mod engine;
 mod operators;
 mod ops;
+pub mod truth;
 
 use crate::block_io::{BlockFile, BlockOptions, Rung};
 use crate::link::Link;

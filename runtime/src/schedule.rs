@@ -1,0 +1,166 @@
+//! The schedule: what is used at each tick of a pass, recorded by rehearsal.
+
+use crate::units::{ChunkId, GroupId, Tick};
+
+/// Which of the recorded lists of uses a step follows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Pass {
+    /// Forward, backward, update.
+    Train,
+    /// Forward and backward on sampled labels, Hessian update (Sophia).
+    Hessian,
+    /// Forward only.
+    Evaluate,
+}
+
+impl Pass {
+    /// All passes.
+    pub const ALL: [Pass; 3] = [Pass::Train, Pass::Hessian, Pass::Evaluate];
+
+    /// Position in [`Pass::ALL`].
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// How a chunk is used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Access {
+    /// The whole chunk, read only, on the device (gathered if it is sharded).
+    Read,
+    /// The whole gradient, undefined at first; on release it is reduced over the ranks and goes home.
+    Produce,
+    /// What this rank updates of a chunk, read only.
+    ReadShard,
+    /// What this rank updates of a chunk, read and written; on release it goes home.
+    UpdateShard,
+}
+
+impl Access {
+    /// Whether the chunk's bytes are wanted (not only room for them).
+    pub const fn reads(self) -> bool {
+        !matches!(self, Access::Produce)
+    }
+
+    /// Whether the chunk's bytes change.
+    pub const fn writes(self) -> bool {
+        matches!(self, Access::Produce | Access::UpdateShard)
+    }
+
+    /// Whether the whole chunk is wanted.
+    pub const fn whole(self) -> bool {
+        matches!(self, Access::Read | Access::Produce)
+    }
+}
+
+/// One use of a chunk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Use {
+    /// The chunk.
+    pub chunk: ChunkId,
+    /// How.
+    pub access: Access,
+    /// The tick at which the lease was given back (usually the same).
+    pub until: Tick,
+}
+
+/// One tick.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ScheduledTick {
+    /// What the step does here, e.g. "forward".
+    pub name: &'static str,
+    /// For which group.
+    pub group: GroupId,
+    /// What it uses, in order.
+    pub uses: Vec<Use>,
+}
+
+/// The ticks of one pass.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Schedule {
+    /// In order.
+    pub ticks: Vec<ScheduledTick>,
+    /// For each chunk index: the ticks that use it, ascending, and how.
+    by_chunk: Vec<Vec<(Tick, Access)>>,
+}
+
+impl Schedule {
+    /// A schedule of recorded ticks.
+    pub fn new(ticks: Vec<ScheduledTick>) -> Schedule {
+        let mut by_chunk: Vec<Vec<(Tick, Access)>> = Vec::new();
+        for (index, tick) in ticks.iter().enumerate() {
+            for used in &tick.uses {
+                if by_chunk.len() <= used.chunk.index() {
+                    by_chunk.resize(used.chunk.index() + 1, Vec::new());
+                }
+                by_chunk[used.chunk.index()].push((Tick(index as u32), used.access));
+            }
+        }
+        Schedule { ticks, by_chunk }
+    }
+
+    /// Number of ticks.
+    pub fn len(&self) -> usize {
+        self.ticks.len()
+    }
+
+    /// Whether nothing was recorded.
+    pub fn is_empty(&self) -> bool {
+        self.ticks.is_empty()
+    }
+
+    /// The uses of a chunk.
+    pub fn uses(&self, chunk: ChunkId) -> &[(Tick, Access)] {
+        self.by_chunk.get(chunk.index()).map_or(&[], Vec::as_slice)
+    }
+
+    /// Ticks from `now` until `chunk` is next used, `now` itself excluded; the end of the pass is followed by
+    /// its beginning. `None` if it is never used.
+    pub fn next_use(&self, chunk: ChunkId, now: Tick) -> Option<u32> {
+        let uses = self.uses(chunk);
+        let length = self.ticks.len() as u32;
+        let later = uses.partition_point(|(tick, _)| *tick <= now);
+        match uses.get(later) {
+            Some((tick, _)) => Some(tick.0 - now.0),
+            None => uses.first().map(|(tick, _)| tick.0 + length - now.0),
+        }
+    }
+
+    /// Whether `chunk` is written at a tick in `from .. from + ahead` (cyclic).
+    pub fn written_within(&self, chunk: ChunkId, from: Tick, ahead: u32) -> bool {
+        let length = self.ticks.len() as u32;
+        self.uses(chunk).iter().any(|(tick, access)| {
+            access.writes() && (tick.0 + length - from.0) % length < ahead
+        })
+    }
+
+    /// Bytes that the working copies of each tick need at once, given which uses are in place; the largest.
+    pub fn largest_need(&self, bytes: impl Fn(&Use) -> u64) -> u64 {
+        let mut ends: Vec<u64> = vec![0; self.ticks.len() + 1];
+        let (mut held, mut largest) = (0, 0);
+        for (index, tick) in self.ticks.iter().enumerate() {
+            for used in &tick.uses {
+                let bytes = bytes(used);
+                held += bytes;
+                ends[used.until.index().max(index)] += bytes;
+            }
+            largest = largest.max(held);
+            held -= ends[index];
+        }
+        largest
+    }
+
+    /// Times per pass that a chunk would have to come to the device and leave it if its home were elsewhere:
+    /// `(in, out)`, counted in whole chunks of what the rank stores.
+    pub fn crossings(&self, chunk: ChunkId) -> (u64, u64) {
+        self.uses(chunk).iter().fold((0, 0), |(into, out), (_, access)| {
+            (into + u64::from(access.reads()), out + u64::from(access.writes()))
+        })
+    }
+}
+
+/// Whether a use finds its bytes at home on the device, needing no working copy.
+pub const fn in_place(access: Access, sharded: bool, home_on_device: bool) -> bool {
+    home_on_device && (!sharded || !access.whole())
+}
+

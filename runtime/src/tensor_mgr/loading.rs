@@ -1,0 +1,206 @@
+//! The control plane's access to chunks at home: initial weights in, exact weights out, raw bytes both ways.
+
+use super::StatefulTensorMgr;
+use crate::error::{Error, Result};
+use crate::plan::FILE_GRANULE;
+use crate::units::{ChunkId, GroupId, Role};
+use castor_kernels::{DType, Span, Stream, Tier, numeric};
+
+/// Elements handled at once: bounds the host memory that loading takes.
+const PIECE: u64 = 1 << 20;
+
+impl StatefulTensorMgr {
+    /// Sets a group's weights: `fill(first, out)` gives elements `first ..` of the group (padding is not asked
+    /// for). Writes this rank's parameter and master, zeroes its moments.
+    ///
+    /// # Errors
+    /// What `fill` says, or the backend.
+    pub fn load_group<E: From<Error>>(
+        &mut self,
+        group: GroupId,
+        fill: &mut dyn FnMut(u64, &mut [f32]) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        let parameter = group.chunk(Role::Parameter);
+        let master = self.layout.formats.master.map(|_| group.chunk(Role::Master));
+        let (begin, count) = self.stored_range(parameter);
+        let used = self.layout.group(group).used;
+        let mut values = vec![0f32; PIECE.min(count) as usize];
+        let mut first = begin;
+        while first < begin + count {
+            let piece = PIECE.min(begin + count - first);
+            let values = &mut values[..piece as usize];
+            values.fill(0.0);
+            let known = used.saturating_sub(first).min(piece);
+            if known > 0 {
+                fill(first, &mut values[..known as usize])?;
+            }
+            let dtype = self.layout.dtype(parameter);
+            self.write_home(parameter, dtype.bytes(first - begin), &encode(values, dtype))?;
+            if let Some(master) = master {
+                let (master_begin, master_count) = self.stored_range(master);
+                let from = first.max(master_begin);
+                let to = (first + piece).min(master_begin + master_count);
+                if from < to {
+                    let dtype = self.layout.dtype(master);
+                    let part = &values[(from - first) as usize..(to - first) as usize];
+                    self.write_home(master, dtype.bytes(from - master_begin), &encode(part, dtype))?;
+                }
+            }
+            first += piece;
+        }
+        for role in [Role::First, Role::Second] {
+            let chunk = group.chunk(role);
+            let home = self.chunk(chunk).home;
+            if home.tier == Tier::Device {
+                self.backend.zero(home.view(self.layout.dtype(chunk)));
+                continue;
+            }
+            let zeros = vec![0u8; (4 * PIECE).min(home.bytes) as usize];
+            let mut offset = 0;
+            while offset < home.bytes {
+                let bytes = (4 * PIECE).min(home.bytes - offset);
+                self.write_home(chunk, offset, &zeros[..bytes as usize])?;
+                offset += bytes;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `out` (the group's `used` elements) with its exact f32 weights: master where there is one. With sharded
+    /// data every rank must call it.
+    ///
+    /// # Errors
+    /// The backend's.
+    pub fn read_group(&mut self, group: GroupId, out: &mut [f32]) -> Result<()> {
+        let parameter = group.chunk(Role::Parameter);
+        let (mut begin, mut count) = self.stored_range(parameter);
+        let mut values = decode(&self.read_chunk(parameter)?, self.layout.dtype(parameter));
+        if let Some(format) = self.layout.formats.master {
+            let master = group.chunk(Role::Master);
+            let bytes = self.read_chunk(master)?;
+            let (first, elements) = self.stored_range(master);
+            let weights = &values[(first - begin) as usize..(first - begin + elements) as usize];
+            values = match format {
+                DType::Rem16 => weights
+                    .iter()
+                    .zip(bytes.chunks_exact(2))
+                    .map(|(weight, rest)| {
+                        numeric::join(numeric::round_bf16(*weight), i16::from_le_bytes([rest[0], rest[1]]))
+                    })
+                    .collect(),
+                other => decode(&bytes, other),
+            };
+            (begin, count) = (first, elements);
+        }
+        let whole = self.layout.group(group).elements;
+        if count == whole {
+            out.copy_from_slice(&values[..out.len()]);
+            return Ok(());
+        }
+        debug_assert_eq!(begin, count * u64::from(self.backend.rank()));
+        let own: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let all = self.backend.exchange(&own)?.concat();
+        for (out, bytes) in out.iter_mut().zip(all.chunks_exact(4)) {
+            *out = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        }
+        Ok(())
+    }
+
+    /// The raw bytes of what this rank stores of a chunk.
+    ///
+    /// # Errors
+    /// The backend's.
+    pub fn read_chunk(&mut self, chunk: ChunkId) -> Result<Vec<u8>> {
+        self.settle()?;
+        let home = self.chunk(chunk).home;
+        let mut out = vec![0u8; home.bytes as usize];
+        if home.tier != Tier::Nvme {
+            self.backend.download(home, &mut out)?;
+            return Ok(out);
+        }
+        let padded = home.bytes.div_ceil(FILE_GRANULE) * FILE_GRANULE;
+        let (stage, free) = self.take_staging(padded)?;
+        let file = Span::new(Tier::Nvme, home.offset, padded);
+        let read = self.transfer.copy(Stream::NvmeRead, file, stage, free)?;
+        self.join(read)?;
+        self.backend.read_host(stage.part(0, home.bytes), &mut out);
+        self.staging.give(stage, read);
+        Ok(out)
+    }
+
+    /// Replaces the raw bytes of what this rank stores of a chunk.
+    ///
+    /// # Errors
+    /// The backend's.
+    ///
+    /// # Panics
+    /// If the length differs.
+    pub fn write_chunk(&mut self, chunk: ChunkId, bytes: &[u8]) -> Result<()> {
+        assert_eq!(bytes.len() as u64, self.chunk(chunk).home.bytes, "{chunk:?}: wrong number of bytes");
+        self.settle()?;
+        if self.chunk(chunk).idle_copy().is_some() {
+            self.drop_copy(chunk);
+        }
+        self.write_home(chunk, 0, bytes)
+    }
+
+    /// What this rank stores of a chunk: first element within the group, and count.
+    pub fn stored_range(&self, chunk: ChunkId) -> (u64, u64) {
+        if self.sharded(chunk) { self.own_range(chunk) } else { (0, self.layout.group(chunk.group()).elements) }
+    }
+
+    /// Blocks until everything issued is done.
+    ///
+    /// # Errors
+    /// The first failure of queued work.
+    pub fn settle(&mut self) -> Result<()> {
+        for stream in Stream::ALL {
+            self.backend.join(self.backend.mark(stream))?;
+        }
+        Ok(())
+    }
+
+    fn join(&self, fence: crate::fence::Fence) -> Result<()> {
+        for mark in fence.marks() {
+            self.backend.join(mark)?;
+        }
+        Ok(())
+    }
+
+    /// Writes bytes into a chunk's home, which nobody uses now.
+    fn write_home(&mut self, chunk: ChunkId, offset: u64, bytes: &[u8]) -> Result<()> {
+        let home = self.chunk(chunk).home;
+        if home.tier != Tier::Nvme {
+            return Ok(self.backend.upload(home.part(offset, bytes.len() as u64), bytes)?);
+        }
+        // Offsets are multiples of the piece, so only the last piece ends within a file granule.
+        let padded = (bytes.len() as u64).div_ceil(FILE_GRANULE) * FILE_GRANULE;
+        let (stage, free) = self.take_staging(padded)?;
+        self.join(free)?;
+        self.backend.write_host(stage, bytes);
+        let file = Span::new(Tier::Nvme, home.offset + offset, padded);
+        let written = self.transfer.copy(Stream::NvmeWrite, stage, file, free)?;
+        self.join(written)?;
+        self.staging.give(stage, written);
+        Ok(())
+    }
+}
+
+fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::Bf16 => values.iter().flat_map(|v| numeric::round_bf16(*v).to_le_bytes()).collect(),
+        DType::F16 => values.iter().flat_map(|v| numeric::round_f16(*v).to_le_bytes()).collect(),
+        DType::Rem16 => values.iter().flat_map(|v| numeric::split(*v).1.to_le_bytes()).collect(),
+        DType::F64 | DType::I32 | DType::Q8 => unreachable!("weights are not kept as {dtype:?}"),
+    }
+}
+
+fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    match dtype {
+        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        DType::Bf16 => bytes.chunks_exact(2).map(|b| numeric::widen_bf16(u16::from_le_bytes([b[0], b[1]]))).collect(),
+        DType::F16 => bytes.chunks_exact(2).map(|b| numeric::widen_f16(u16::from_le_bytes([b[0], b[1]]))).collect(),
+        DType::F64 | DType::I32 | DType::Q8 | DType::Rem16 => unreachable!("weights are not kept as {dtype:?}"),
+    }
+}

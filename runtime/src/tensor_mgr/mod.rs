@@ -1,0 +1,580 @@
+//! `StatefulTensorMgr`: owns every chunk's state and carries the plan out.
+//!
+//! The step calls three verbs: [`StatefulTensorMgr::tick`] starts a tick and lets prefetch run ahead by
+//! the plan, [`StatefulTensorMgr::acquire`] gives a lease, [`StatefulTensorMgr::release`] takes it back.
+//! All decisions (what to fetch, where to put it, what to drop) are made in the order of these calls and
+//! from the recorded schedule, never from what has completed: a rehearsal on the dry backend decides the
+//! same, every rank decides the same, and what the plan predicted is what happens.
+//!
+//! Where the step departs from the record (another pass in between, an unused tensor) the manager fetches
+//! on demand, counts it in [`StatefulTensorMgr::departures`] and leaves the record as it is (L8).
+
+mod loading;
+mod prefetch;
+
+use crate::chunk::{Chunk, WorkingCopy};
+use crate::error::{Error, Result};
+use crate::fence::Fence;
+use crate::layout::{Layout, TensorPlace};
+use crate::ledger::{Category, Ledger};
+use crate::mem_stats::MemStatsCollector;
+use crate::plan::{FILE_GRANULE, GRANULE, Plan, Prediction};
+use crate::region::Region;
+use crate::schedule::{Access, Pass, Schedule, ScheduledTick, Use, in_place};
+use crate::transfer::{Traffic, Transfer};
+use crate::units::{ChunkId, GroupId, Tick};
+use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
+use std::sync::Arc;
+
+/// The right to use a chunk until it is given to [`StatefulTensorMgr::release`].
+#[must_use = "a lease keeps its chunk in place until it is released"]
+#[derive(Debug)]
+pub struct Lease {
+    chunk: ChunkId,
+    access: Access,
+    view: View,
+    first: u64,
+    elements: u64,
+    own: (u64, u64),
+}
+
+impl Lease {
+    /// All elements of the lease.
+    pub const fn view(&self) -> View {
+        self.view
+    }
+
+    /// Number of the first element within the group.
+    pub const fn first(&self) -> u64 {
+        self.first
+    }
+
+    /// Number of elements (the view's own count is not exact for 8-bit moments).
+    pub const fn elements(&self) -> u64 {
+        self.elements
+    }
+
+    /// A tensor of a whole-chunk lease.
+    pub const fn tensor(&self, place: &TensorPlace) -> View {
+        self.view.part(place.offset, place.elements)
+    }
+
+    /// The part whose squares this rank adds to the global norm: each element belongs to one rank.
+    pub const fn norm_part(&self) -> View {
+        self.view.part(self.own.0 - self.first, self.own.1)
+    }
+}
+
+/// Owns the chunks, their places and their movement.
+pub struct StatefulTensorMgr {
+    backend: Arc<dyn Backend>,
+    layout: Layout,
+    plan: Plan,
+    chunks: Vec<Option<Chunk>>,
+    fixed: Vec<(Tier, Category, Span)>,
+    window: Region,
+    staging: Region,
+    transfer: Transfer,
+    ledger: Ledger,
+    collector: MemStatsCollector,
+    pass: Pass,
+    tick: Option<Tick>,
+    clock: u64,
+    recording: Option<Vec<ScheduledTick>>,
+    recorded: [Schedule; 3],
+    pass_began: Traffic,
+    pass_traffic: [Traffic; 3],
+    departures: u64,
+    demand_fetches: u64,
+}
+
+impl StatefulTensorMgr {
+    /// Reserves the arenas for homes, window, staging and the fixed memory of `plan`, and gives the backend its
+    /// workspace.
+    ///
+    /// # Errors
+    /// If a tier cannot give what the plan needs.
+    pub fn new(backend: Arc<dyn Backend>, layout: Layout, plan: Plan) -> Result<StatefulTensorMgr> {
+        assert_eq!(u64::from(backend.world()), layout.world, "layout and backend disagree on the number of ranks");
+        let mut ledger = Ledger::default();
+        let mut ends = [0u64; 3];
+        let mut carve = |tier: Tier, category: Category, bytes: u64| {
+            let granule = if tier == Tier::Device { GRANULE } else { FILE_GRANULE };
+            let span = Span::new(tier, ends[tier.index()], bytes);
+            let rounded = bytes.div_ceil(granule) * granule;
+            ends[tier.index()] += rounded;
+            ledger.reserve(tier, category, rounded);
+            span
+        };
+        let mut chunks: Vec<Option<Chunk>> = plan.placement.homes.iter().map(|_| None).collect();
+        for id in layout.chunk_ids() {
+            let tier = plan.placement.homes[id.index()].expect("the placement names a home for every chunk");
+            let home = carve(tier, Category::home(id.role()), layout.stored_bytes(id));
+            chunks[id.index()] = Some(Chunk::new(id, home));
+        }
+        let window = carve(Tier::Device, Category::Window, plan.placement.window_bytes);
+        let staging = carve(Tier::Host, Category::Staging, plan.placement.staging_bytes);
+        let mut fixed = Vec::new();
+        for (category, bytes) in &plan.fixed.device {
+            fixed.push((Tier::Device, *category, carve(Tier::Device, *category, *bytes)));
+        }
+        for (category, bytes) in &plan.fixed.host {
+            fixed.push((Tier::Host, *category, carve(Tier::Host, *category, *bytes)));
+        }
+        let workspace = carve(Tier::Device, Category::Workspace, backend.workspace_bytes());
+        for tier in Tier::ALL {
+            backend.reserve(tier, ends[tier.index()], plan.budgets.nvme_folder.as_deref())?;
+        }
+        backend.set_workspace(workspace);
+        ledger.set_live(Tier::Device, Category::Window, 0);
+        ledger.set_live(Tier::Host, Category::Staging, 0);
+        for (tier, category, _) in &fixed {
+            if *category == Category::Activations {
+                ledger.set_live(*tier, *category, 0);
+            }
+        }
+        Ok(StatefulTensorMgr {
+            transfer: Transfer::new(backend.clone()),
+            backend,
+            layout,
+            plan,
+            chunks,
+            fixed,
+            window: Region::new(window, GRANULE),
+            staging: Region::new(staging, FILE_GRANULE),
+            ledger,
+            collector: MemStatsCollector::default(),
+            pass: Pass::Train,
+            tick: None,
+            clock: 0,
+            recording: None,
+            recorded: Default::default(),
+            pass_began: Traffic::default(),
+            pass_traffic: [Traffic::default(); 3],
+            departures: 0,
+            demand_fetches: 0,
+        })
+    }
+
+    /// The hardware, for operators.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
+
+    /// The chunks' layout.
+    pub const fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The plan being carried out.
+    pub const fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The span reserved for a category of the trainer's fixed memory.
+    ///
+    /// # Panics
+    /// If the plan reserved none.
+    #[track_caller]
+    pub fn fixed(&self, tier: Tier, category: Category) -> Span {
+        self.fixed
+            .iter()
+            .find(|(t, c, _)| *t == tier && *c == category)
+            .map(|(_, _, span)| *span)
+            .unwrap_or_else(|| panic!("the plan reserved no {} on {tier}", category.name()))
+    }
+
+    /// Notes what the driver holds on the device beside the arena.
+    pub fn reserve_driver(&mut self, bytes: u64) {
+        self.ledger.reserve(Tier::Device, Category::Driver, bytes);
+    }
+
+    /// Notes the bytes of a fixed category that are in use from now on.
+    pub fn note_live(&mut self, category: Category, bytes: u64) {
+        self.ledger.set_live(Tier::Device, category, bytes);
+        self.collector.record(self.pass, &self.ledger);
+    }
+
+    /// Bytes of every tier by category.
+    pub const fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// What each tick really held during the warm-up.
+    pub const fn collector(&self) -> &MemStatsCollector {
+        &self.collector
+    }
+
+    /// Ends the warm-up: the collector is read only from now on.
+    pub fn end_warm_up(&mut self) {
+        self.collector.freeze();
+    }
+
+    /// All bytes moved so far.
+    pub const fn traffic(&self) -> Traffic {
+        self.transfer.traffic()
+    }
+
+    /// Bytes moved by the last pass of this kind.
+    pub const fn last_traffic(&self, pass: Pass) -> Traffic {
+        self.pass_traffic[pass.index()]
+    }
+
+    /// Nanoseconds for which the step waited for transfers so far.
+    pub const fn stall_ns(&self) -> u64 {
+        self.transfer.stall_ns()
+    }
+
+    /// Uses that the record did not foresee so far (L8).
+    pub const fn departures(&self) -> u64 {
+        self.departures
+    }
+
+    /// Fetches that prefetch had not issued before they were needed.
+    pub const fn demand_fetches(&self) -> u64 {
+        self.demand_fetches
+    }
+
+    /// What this manager saw: ledger, peaks, traffic and ticks.
+    pub fn observed(&self) -> Prediction {
+        Prediction {
+            ledger: self.ledger,
+            window_peak: self.window.peak(),
+            traffic: self.pass_traffic,
+            ticks: Pass::ALL.map(|pass| self.collector.ticks(pass).to_vec()),
+        }
+    }
+
+    /// The schedules that passes without a record have made.
+    pub fn recorded(&self) -> [Schedule; 3] {
+        self.recorded.clone()
+    }
+
+    /// Starts a pass.
+    pub fn begin_pass(&mut self, pass: Pass) {
+        assert!(self.tick.is_none(), "{:?} has not ended", self.pass);
+        self.pass = pass;
+        self.pass_began = self.transfer.traffic();
+        self.recording = self.plan.schedules[pass.index()].is_empty().then(Vec::new);
+    }
+
+    /// Starts the next tick. Prefetch runs ahead.
+    ///
+    /// # Errors
+    /// If a move cannot be issued.
+    pub fn tick(&mut self, name: &'static str, group: GroupId) -> Result<Tick> {
+        let tick = Tick(self.tick.map_or(0, |tick| tick.0 + 1));
+        self.tick = Some(tick);
+        self.clock += 1;
+        self.collector.begin(self.pass, tick, name, group);
+        match &mut self.recording {
+            Some(ticks) => ticks.push(ScheduledTick { name, group, uses: Vec::new() }),
+            None => {
+                let schedule = &self.plan.schedules[self.pass.index()];
+                match schedule.ticks.get(tick.index()) {
+                    Some(expected) if expected.name == name && expected.group == group => self.prefetch(tick)?,
+                    _ => self.departures += 1,
+                }
+            }
+        }
+        self.collector.record(self.pass, &self.ledger);
+        Ok(tick)
+    }
+
+    /// Gives a lease on `chunk`; operators issued from now on may use it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRoom`] if the window cannot hold it; the backend's if a move fails.
+    pub fn acquire(&mut self, chunk: ChunkId, access: Access) -> Result<Lease> {
+        let tick = self.tick.expect("acquire happens within a pass");
+        if let Some(ticks) = &mut self.recording {
+            let uses = &mut ticks.last_mut().expect("a tick was started").uses;
+            uses.push(Use { chunk, access, until: tick });
+        }
+        let home_on_device = self.chunk(chunk).home.tier == Tier::Device;
+        let view = if in_place(access, self.sharded(chunk), home_on_device) {
+            self.drop_stale_copy(chunk, access);
+            let state = self.chunk_mut(chunk);
+            state.lease_home(access);
+            let (home, mut fence) = (state.home, state.home_ready);
+            if access.writes() {
+                fence = fence.and(state.home_used);
+            }
+            self.transfer.wait(Stream::Compute, fence);
+            self.part_of(chunk, access, home)
+        } else {
+            if self.drop_stale_copy(chunk, access) {
+                self.demand_fetches += u64::from(access.reads() && self.recording.is_none());
+                self.fetch(chunk, access, self.clock, 0, true)?;
+            }
+            let copy = self.chunk_mut(chunk).lease_copy(access);
+            let fence = if access.writes() { copy.ready.and(copy.used) } else { copy.ready };
+            self.transfer.wait(Stream::Compute, fence);
+            self.part_of(chunk, access, copy.span)
+        };
+        let (first, elements) = self.range(chunk, access);
+        if access == Access::Produce {
+            let used = self.layout.group(chunk.group()).used;
+            self.backend.zero(view.part(used, elements - used));
+        }
+        self.note_regions();
+        Ok(Lease { chunk, access, view, first, elements, own: self.own_range(chunk) })
+    }
+
+    /// Takes a lease back: written bytes go home, a gradient is reduced over the ranks.
+    ///
+    /// # Errors
+    /// If a move cannot be issued.
+    pub fn release(&mut self, lease: Lease) -> Result<()> {
+        let Lease { chunk, access, view, .. } = lease;
+        let tick = self.tick.expect("release happens within a pass");
+        if let Some(ticks) = &mut self.recording {
+            let used = ticks.iter_mut().rev().flat_map(|t| t.uses.iter_mut().rev()).find(|used| used.chunk == chunk);
+            used.expect("the lease was recorded").until = tick;
+        }
+        let computed = self.transfer.computed();
+        let copy = self.chunk(chunk).copy().copied();
+        let (mut written, mut used) = (computed, computed);
+        if access.writes() {
+            let mut source = copy.map_or(self.chunk(chunk).home, |copy| copy.span);
+            match access {
+                Access::Produce => (source, written) = self.reduce(chunk, view, source, written)?,
+                _ if self.layout.world > 1 && !self.sharded(chunk) && self.layout.sharding.optimizer => {
+                    let full = source.view(view.dtype);
+                    written = self.transfer.gather(view, full, written)?;
+                }
+                _ => {}
+            }
+            used = if copy.is_some() && source != self.chunk(chunk).home {
+                self.store(chunk, source, written)?
+            } else {
+                self.chunk_mut(chunk).home_ready = written;
+                written
+            };
+        } else if copy.is_none() {
+            let state = self.chunk_mut(chunk);
+            state.home_used = state.home_used.and(computed);
+        }
+        let due = match self.plan.schedules[self.pass.index()].next_use(chunk, tick) {
+            Some(ticks) => self.clock + u64::from(ticks),
+            None => u64::MAX,
+        };
+        let state = self.chunk_mut(chunk);
+        state.release(access, access.writes().then_some(written), used, due);
+        // After a reduction over ranks the copy holds sums only in part.
+        if access == Access::Produce && self.layout.world > 1 && copy.is_some() {
+            self.drop_copy(chunk);
+        }
+        self.note_regions();
+        Ok(())
+    }
+
+    /// Ends the pass.
+    ///
+    /// # Errors
+    /// None today; the signature leaves room for checks of queued work.
+    pub fn end_pass(&mut self) -> Result<()> {
+        let pass = self.pass.index();
+        self.tick = None;
+        self.pass_traffic[pass] = self.transfer.traffic().since(&self.pass_began);
+        for (link, bytes) in self.pass_traffic[pass].links() {
+            metrics::counter!("castor_moved_bytes_total", "link" => link).increment(bytes);
+        }
+        if let Some(ticks) = self.recording.take() {
+            self.recorded[pass] = Schedule::new(ticks);
+        }
+        Ok(())
+    }
+
+    fn chunk(&self, chunk: ChunkId) -> &Chunk {
+        self.chunks[chunk.index()].as_ref().unwrap_or_else(|| panic!("{chunk:?} does not exist in these formats"))
+    }
+
+    fn chunk_mut(&mut self, chunk: ChunkId) -> &mut Chunk {
+        self.chunks[chunk.index()].as_mut().unwrap_or_else(|| panic!("{chunk:?} does not exist in these formats"))
+    }
+
+    fn sharded(&self, chunk: ChunkId) -> bool {
+        self.layout.world > 1 && self.layout.sharding.splits(chunk.role())
+    }
+
+    /// This rank's part of a group: first element and count.
+    fn own_range(&self, chunk: ChunkId) -> (u64, u64) {
+        let shard = self.layout.shard_elements(chunk.group());
+        (shard * u64::from(self.backend.rank()), shard)
+    }
+
+    /// The elements that an access covers: first within the group, and count.
+    fn range(&self, chunk: ChunkId, access: Access) -> (u64, u64) {
+        if access.whole() || !self.layout.sharding.optimizer {
+            (0, self.layout.group(chunk.group()).elements)
+        } else {
+            self.own_range(chunk)
+        }
+    }
+
+    /// The view of an access within `span`, which holds either the whole chunk or exactly the access's part.
+    fn part_of(&self, chunk: ChunkId, access: Access, span: Span) -> View {
+        let dtype = self.layout.dtype(chunk);
+        let (first, elements) = self.range(chunk, access);
+        let bytes = dtype.bytes(elements);
+        if span.bytes == bytes { span.view(dtype) } else { span.part(dtype.bytes(first), bytes).view(dtype) }
+    }
+
+    /// Drops an idle copy of the wrong form, or one about to be produced anew over several ranks. Returns whether a
+    /// copy is now missing.
+    fn drop_stale_copy(&mut self, chunk: ChunkId, access: Access) -> bool {
+        match self.chunk(chunk).idle_copy() {
+            None => true,
+            Some(copy) => {
+                let wanted_whole = access.whole() || !self.sharded(chunk);
+                if copy.whole == wanted_whole {
+                    return false;
+                }
+                self.drop_copy(chunk);
+                true
+            }
+        }
+    }
+
+    fn drop_copy(&mut self, chunk: ChunkId) {
+        let copy = self.chunk_mut(chunk).drop_copy();
+        self.window.give(copy.span, copy.ready.and(copy.used));
+    }
+
+    /// Issues what brings a chunk into the window: room, fetch from its home, gather.
+    fn fetch(&mut self, chunk: ChunkId, access: Access, due: u64, reserve: u64, demanded: bool) -> Result<bool> {
+        let whole = access.whole() || !self.sharded(chunk);
+        let bytes = if whole { self.layout.full_bytes(chunk) } else { self.layout.stored_bytes(chunk) };
+        let Some((span, free)) = self.make_room(bytes, reserve, if demanded { self.clock } else { due }) else {
+            if demanded {
+                return Err(self.window_too_small(chunk, bytes));
+            }
+            return Ok(false);
+        };
+        let ready = if access.reads() { self.bring(chunk, span, whole, free)? } else { free };
+        self.chunk_mut(chunk).fetch(WorkingCopy { span, whole, ready, used: Fence::OPEN, due });
+        self.note_regions();
+        Ok(true)
+    }
+
+    /// Copies a chunk's home into `span` of the window and gathers it if it is sharded and wanted whole.
+    fn bring(&mut self, chunk: ChunkId, span: Span, whole: bool, free: Fence) -> Result<Fence> {
+        let dtype = self.layout.dtype(chunk);
+        let gathers = whole && self.sharded(chunk);
+        let (first, count) = self.own_range(chunk);
+        let own = if gathers { span.part(dtype.bytes(first), dtype.bytes(count)) } else { span };
+        let (home, home_ready) = (self.chunk(chunk).home, self.chunk(chunk).home_ready);
+        let (shard, mut ready) = match home.tier {
+            Tier::Device => (home, home_ready.and(free)),
+            Tier::Host => (own, self.transfer.copy(Stream::HostToDevice, home, own, home_ready.and(free))?),
+            Tier::Nvme => {
+                let padded = home.bytes.div_ceil(FILE_GRANULE) * FILE_GRANULE;
+                let (stage, stage_free) = self.take_staging(padded)?;
+                let file = Span::new(Tier::Nvme, home.offset, padded);
+                let read = self.transfer.copy(Stream::NvmeRead, file, stage, home_ready.and(stage_free))?;
+                let source = stage.part(0, home.bytes);
+                let ready = self.transfer.copy(Stream::HostToDevice, source, own, read.and(free))?;
+                self.staging.give(stage, ready);
+                self.note_staging(padded);
+                (own, ready)
+            }
+        };
+        let state = self.chunk_mut(chunk);
+        if home.tier != Tier::Device {
+            state.home_used = state.home_used.and(ready);
+        }
+        if gathers {
+            ready = self.transfer.gather(shard.view(dtype), span.view(dtype), ready.and(free))?;
+            if home.tier == Tier::Device {
+                let state = self.chunk_mut(chunk);
+                state.home_used = state.home_used.and(ready);
+            }
+        }
+        Ok(ready)
+    }
+
+    /// Reduces a produced gradient over the ranks. Returns where this rank's sum is and when.
+    fn reduce(&mut self, chunk: ChunkId, view: View, place: Span, computed: Fence) -> Result<(Span, Fence)> {
+        if self.layout.world == 1 {
+            return Ok((place, computed));
+        }
+        if !self.sharded(chunk) {
+            return Ok((place, self.transfer.all_reduce(view, computed)?));
+        }
+        let (first, count) = self.own_range(chunk);
+        let home = self.chunk(chunk).home;
+        let target = if home.tier == Tier::Device { home.view(view.dtype) } else { view.part(first, count) };
+        let fence = computed.and(self.chunk(chunk).home_used);
+        let done = self.transfer.reduce_scatter(view, target, fence)?;
+        Ok((target.span, done))
+    }
+
+    /// Writes `source` on the device back to the chunk's home on another tier.
+    fn store(&mut self, chunk: ChunkId, source: Span, written: Fence) -> Result<Fence> {
+        let (home, used) = (self.chunk(chunk).home, self.chunk(chunk).home_used.and(self.chunk(chunk).home_ready));
+        let (left_device, stored) = match home.tier {
+            Tier::Device => unreachable!("a home on the device is written in place"),
+            Tier::Host => {
+                let done = self.transfer.copy(Stream::DeviceToHost, source, home, written.and(used))?;
+                (done, done)
+            }
+            Tier::Nvme => {
+                let padded = home.bytes.div_ceil(FILE_GRANULE) * FILE_GRANULE;
+                let (stage, stage_free) = self.take_staging(padded)?;
+                let target = stage.part(0, home.bytes);
+                let staged = self.transfer.copy(Stream::DeviceToHost, source, target, written.and(stage_free))?;
+                let file = Span::new(Tier::Nvme, home.offset, padded);
+                let done = self.transfer.copy(Stream::NvmeWrite, stage, file, staged.and(used))?;
+                self.staging.give(stage, done);
+                self.note_staging(padded);
+                (staged, done)
+            }
+        };
+        self.chunk_mut(chunk).home_ready = stored;
+        Ok(left_device)
+    }
+
+    fn take_staging(&mut self, bytes: u64) -> Result<(Span, Fence)> {
+        self.staging.take(bytes).ok_or_else(|| Error::OutOfRoom {
+            tier: Tier::Host,
+            what: "staging between disk and device".into(),
+            budget: self.plan.budgets.host,
+            short_by: bytes.saturating_sub(self.staging.free()),
+            largest_users: self.ledger.largest_users(Tier::Host),
+        })
+    }
+
+    /// Staging is in use only between two calls' issue; the ledger shows the largest such use of a tick.
+    fn note_staging(&mut self, bytes: u64) {
+        self.ledger.set_live(Tier::Host, Category::Staging, bytes);
+        self.collector.record(self.pass, &self.ledger);
+        self.ledger.set_live(Tier::Host, Category::Staging, 0);
+    }
+
+    fn note_regions(&mut self) {
+        debug_assert_eq!(
+            self.window.used(),
+            self.chunks.iter().flatten().filter_map(|c| c.copy()).map(|c| self.window.rounded(c.span.bytes)).sum::<u64>(),
+            "L1: the window holds exactly the working copies"
+        );
+        self.ledger.set_live(Tier::Device, Category::Window, self.window.used());
+        self.collector.record(self.pass, &self.ledger);
+    }
+
+    fn window_too_small(&self, chunk: ChunkId, bytes: u64) -> Error {
+        let group = &self.layout.group(chunk.group()).name;
+        Error::OutOfRoom {
+            tier: Tier::Device,
+            what: format!("no room in the window for the {} of {group} ({bytes} bytes)", chunk.role().name()),
+            budget: self.plan.budgets.device,
+            short_by: self.window.rounded(bytes).saturating_sub(self.window.free()).max(GRANULE),
+            largest_users: self.ledger.largest_users(Tier::Device),
+        }
+    }
+
+    /// Type of a chunk's elements.
+    pub fn dtype(&self, chunk: ChunkId) -> DType {
+        self.layout.dtype(chunk)
+    }
+}

@@ -1,0 +1,161 @@
+//! Transfers: every byte that moves goes through here, behind the fences it must wait for, and is counted
+//! where its copy is issued (L4).
+
+use crate::fence::Fence;
+use crate::error::Result;
+use castor_kernels::{Backend, Span, Stream, View};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Bytes by link.
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Host to device.
+    pub host_to_device: u64,
+    /// Device to host.
+    pub device_to_host: u64,
+    /// Disk to host.
+    pub nvme_read: u64,
+    /// Host to disk.
+    pub nvme_write: u64,
+    /// Received in all-gathers.
+    pub gathered: u64,
+    /// Sent in reductions.
+    pub reduced: u64,
+}
+
+impl Traffic {
+    /// Name and bytes of each link.
+    pub const fn links(&self) -> [(&'static str, u64); 6] {
+        [
+            ("host to device", self.host_to_device),
+            ("device to host", self.device_to_host),
+            ("nvme read", self.nvme_read),
+            ("nvme write", self.nvme_write),
+            ("gathered", self.gathered),
+            ("reduced", self.reduced),
+        ]
+    }
+
+    /// What was counted since `earlier`.
+    #[must_use]
+    pub const fn since(&self, earlier: &Traffic) -> Traffic {
+        Traffic {
+            host_to_device: self.host_to_device - earlier.host_to_device,
+            device_to_host: self.device_to_host - earlier.device_to_host,
+            nvme_read: self.nvme_read - earlier.nvme_read,
+            nvme_write: self.nvme_write - earlier.nvme_write,
+            gathered: self.gathered - earlier.gathered,
+            reduced: self.reduced - earlier.reduced,
+        }
+    }
+}
+
+/// Issues copies and collectives.
+pub struct Transfer {
+    backend: Arc<dyn Backend>,
+    traffic: Traffic,
+    /// For each stream, the latest mark of every other stream that it already waits for.
+    waited: [[u64; Stream::ALL.len()]; Stream::ALL.len()],
+    stall_ns: u64,
+}
+
+impl Transfer {
+    /// Transfers on `backend`.
+    pub fn new(backend: Arc<dyn Backend>) -> Transfer {
+        Transfer { backend, traffic: Traffic::default(), waited: Default::default(), stall_ns: 0 }
+    }
+
+    /// Makes `stream` wait for `fence`.
+    pub fn wait(&mut self, stream: Stream, fence: Fence) {
+        for mark in fence.marks() {
+            let waited = &mut self.waited[stream.index()][mark.stream.index()];
+            if mark.stream == stream || *waited >= mark.number {
+                continue;
+            }
+            *waited = mark.number;
+            if stream == Stream::Compute && !self.backend.reached(mark) {
+                let begun = Instant::now();
+                self.backend.wait(stream, mark);
+                self.stall_ns += begun.elapsed().as_nanos() as u64;
+            } else {
+                self.backend.wait(stream, mark);
+            }
+        }
+    }
+
+    /// Marks the end of what the compute stream was given.
+    pub fn computed(&self) -> Fence {
+        Fence::at(self.backend.mark(Stream::Compute))
+    }
+
+    /// Copies on `stream` after `fence`; returns when the copy is done.
+    ///
+    /// # Errors
+    /// If the copy is refused.
+    pub fn copy(&mut self, stream: Stream, source: Span, target: Span, fence: Fence) -> Result<Fence> {
+        self.wait(stream, fence);
+        self.backend.copy(stream, source, target)?;
+        let counted = match stream {
+            Stream::HostToDevice => &mut self.traffic.host_to_device,
+            Stream::DeviceToHost => &mut self.traffic.device_to_host,
+            Stream::NvmeRead => &mut self.traffic.nvme_read,
+            Stream::NvmeWrite => &mut self.traffic.nvme_write,
+            Stream::Compute | Stream::Collective => unreachable!("chunks move on the copy streams"),
+        };
+        *counted += source.bytes;
+        Ok(Fence::at(self.backend.mark(stream)))
+    }
+
+    /// Forms the whole chunk from all ranks' shards after `fence`.
+    ///
+    /// # Errors
+    /// If a peer is gone.
+    pub fn gather(&mut self, shard: View, full: View, fence: Fence) -> Result<Fence> {
+        self.collective(fence, |backend| backend.all_gather(shard, full), |traffic| {
+            traffic.gathered += full.span.bytes - shard.span.bytes;
+        })
+    }
+
+    /// Leaves in `shard` this rank's part of the ranks' sum of `full`.
+    ///
+    /// # Errors
+    /// If a peer is gone.
+    pub fn reduce_scatter(&mut self, full: View, shard: View, fence: Fence) -> Result<Fence> {
+        self.collective(fence, |backend| backend.reduce_scatter(full, shard), |traffic| {
+            traffic.reduced += full.span.bytes - shard.span.bytes;
+        })
+    }
+
+    /// Sums `view` over the ranks.
+    ///
+    /// # Errors
+    /// If a peer is gone.
+    pub fn all_reduce(&mut self, view: View, fence: Fence) -> Result<Fence> {
+        self.collective(fence, |backend| backend.all_reduce(view), |traffic| traffic.reduced += view.span.bytes)
+    }
+
+    fn collective(
+        &mut self,
+        fence: Fence,
+        run: impl FnOnce(&dyn Backend) -> castor_kernels::Result<()>,
+        count: impl FnOnce(&mut Traffic),
+    ) -> Result<Fence> {
+        self.wait(Stream::Collective, fence);
+        run(&*self.backend)?;
+        count(&mut self.traffic);
+        Ok(Fence::at(self.backend.mark(Stream::Collective)))
+    }
+
+    /// All bytes so far.
+    pub const fn traffic(&self) -> Traffic {
+        self.traffic
+    }
+
+    /// Nanoseconds for which the issuing thread waited for transfers so far (a backend whose compute stream is
+    /// the calling thread; others wait on the device).
+    pub const fn stall_ns(&self) -> u64 {
+        self.stall_ns
+    }
+}

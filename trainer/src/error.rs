@@ -1,0 +1,36 @@
+//! The trainer's error: what ends a run, and with which exit code.
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What ends a run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The command line, a configuration or an input is wrong (exit 2).
+    #[error("{0}")]
+    Usage(String),
+    /// The plan does not fit the budgets (exit 3).
+    #[error("{0}")]
+    DoesNotFit(String),
+    /// The run failed (exit 1).
+    #[error("{0}")]
+    Failed(String),
+    /// The run was interrupted by this signal (exit 128 + signal).
+    #[error("interrupted by signal {0}")]
+    Interrupted(i32),
+    /// The hardware layer refused.
+    #[error(transparent)]
+    Kernels(#[from] castor_kernels::Error),
+}
+
+impl Error {
+    /// Exit code of `castor`.
+    pub const fn exit_code(&self) -> u8 {
+        match self {
+            Error::Usage(_) => 2,
+            Error::DoesNotFit(_) => 3,
+            Error::Failed(_) | Error::Kernels(_) => 1,
+            Error::Interrupted(signal) => 128 + *signal as u8,
+        }
+    }
+}
