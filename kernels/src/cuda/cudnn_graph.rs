@@ -88,12 +88,18 @@ type Layout = ([i64; 4], [i64; 4]);
 
 /// The last two dimensions exchanged: the same memory read as a transposed matrix.
 fn transposed((dims, strides): Layout) -> Layout {
-    ([dims[0], dims[1], dims[3], dims[2]], [strides[0], strides[1], strides[3], strides[2]])
+    (
+        [dims[0], dims[1], dims[3], dims[2]],
+        [strides[0], strides[1], strides[3], strides[2]],
+    )
 }
 
 /// Contiguous `[a,b,c,d]`.
 fn dense(dims: [i64; 4]) -> Layout {
-    (dims, [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1])
+    (
+        dims,
+        [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1],
+    )
 }
 
 /// Index of a tensor's descriptor in the graph.
@@ -115,7 +121,14 @@ impl Graph<'_> {
         self.parts.len() - 1
     }
 
-    fn tensor(&mut self, number: i64, (dims, strides): Layout, dtype: i32, is_virtual: bool, by_value: bool) -> Result<Tensor> {
+    fn tensor(
+        &mut self,
+        number: i64,
+        (dims, strides): Layout,
+        dtype: i32,
+        is_virtual: bool,
+        by_value: bool,
+    ) -> Result<Tensor> {
         let descriptor = Descriptor::new(self.library, kind::TENSOR)?
             .set(901, value::DATA_TYPE, &[dtype])?
             .set(902, value::INT64, &dims)?
@@ -152,7 +165,9 @@ impl Graph<'_> {
     }
 
     fn product(&mut self, a: Tensor, b: Tensor, c: Tensor) -> Result<()> {
-        let how = Descriptor::new(self.library, kind::MATMUL)?.set(1500, value::DATA_TYPE, &[F32])?.finalize()?;
+        let how = Descriptor::new(self.library, kind::MATMUL)?
+            .set(1500, value::DATA_TYPE, &[F32])?
+            .finalize()?;
         let operation = Descriptor::new(self.library, kind::OPERATION_MATMUL)?
             .link(1520, &self.parts[a.0])?
             .link(1521, &self.parts[b.0])?
@@ -162,7 +177,15 @@ impl Graph<'_> {
         self.operation(operation)
     }
 
-    fn pointwise(&mut self, mode: i32, x: Tensor, b: Option<Tensor>, select: Option<Tensor>, axis: Option<i64>, y: Tensor) -> Result<()> {
+    fn pointwise(
+        &mut self,
+        mode: i32,
+        x: Tensor,
+        b: Option<Tensor>,
+        select: Option<Tensor>,
+        axis: Option<i64>,
+        y: Tensor,
+    ) -> Result<()> {
         let mut how = Descriptor::new(self.library, kind::POINTWISE)?
             .set(0, value::POINTWISE_MODE, &[mode])?
             .set(1, value::DATA_TYPE, &[F32])?;
@@ -170,8 +193,9 @@ impl Graph<'_> {
             how = how.set(9, value::INT64, &[axis])?;
         }
         let how = how.finalize()?;
-        let mut operation =
-            Descriptor::new(self.library, kind::OPERATION_POINTWISE)?.link(750, &how)?.link(751, &self.parts[x.0])?;
+        let mut operation = Descriptor::new(self.library, kind::OPERATION_POINTWISE)?
+            .link(750, &how)?
+            .link(751, &self.parts[x.0])?;
         if let Some(b) = b {
             operation = operation.link(752, &self.parts[b.0])?;
         }
@@ -184,7 +208,14 @@ impl Graph<'_> {
     }
 
     /// `y = mode(x, b)` into a new dense virtual tensor.
-    fn then(&mut self, mode: i32, x: Tensor, b: Option<Tensor>, dims: [i64; 4], dtype: i32) -> Result<Tensor> {
+    fn then(
+        &mut self,
+        mode: i32,
+        x: Tensor,
+        b: Option<Tensor>,
+        dims: [i64; 4],
+        dtype: i32,
+    ) -> Result<Tensor> {
         let y = self.virtual_dense(dims, dtype)?;
         self.pointwise(mode, x, b, None, None, y)?;
         Ok(y)
@@ -226,19 +257,33 @@ impl Graph<'_> {
     }
 
     fn square(&self) -> [i64; 4] {
-        let Attention { batch, heads, sequence, .. } = self.shape;
+        let Attention {
+            batch,
+            heads,
+            sequence,
+            ..
+        } = self.shape;
         [batch as i64, heads as i64, sequence as i64, sequence as i64]
     }
 
     fn rows(&self) -> [i64; 4] {
-        let Attention { batch, heads, sequence, .. } = self.shape;
+        let Attention {
+            batch,
+            heads,
+            sequence,
+            ..
+        } = self.shape;
         [batch as i64, heads as i64, sequence as i64, 1]
     }
 
     /// `heads` heads within rows of `row` elements.
     fn strided(&self, heads: u64, row: u64) -> Layout {
-        let (b, s, d, row) =
-            (self.shape.batch as i64, self.shape.sequence as i64, self.shape.head_dim as i64, row as i64);
+        let (b, s, d, row) = (
+            self.shape.batch as i64,
+            self.shape.sequence as i64,
+            self.shape.head_dim as i64,
+            row as i64,
+        );
         ([b, heads as i64, s, d], [s * row, d, row, 1])
     }
 
@@ -351,7 +396,13 @@ impl Graph<'_> {
 ///
 /// # Errors
 /// With cuDNN's own words if it has no engine for the shape.
-pub(crate) fn build(library: &Arc<Library>, target: Target, pass: Pass, shape: Attention, dtype: DType) -> Result<Plan> {
+pub(crate) fn build(
+    library: &Arc<Library>,
+    target: Target,
+    pass: Pass,
+    shape: Attention,
+    dtype: DType,
+) -> Result<Plan> {
     let half = match dtype {
         DType::Bf16 => BF16,
         DType::F16 => F16,
@@ -363,14 +414,28 @@ pub(crate) fn build(library: &Arc<Library>, target: Target, pass: Pass, shape: A
             });
         }
     };
-    let mut graph =
-        Graph { library, parts: Vec::new(), operations: Vec::new(), next: tensor::VIRTUAL, half, shape };
+    let mut graph = Graph {
+        library,
+        parts: Vec::new(),
+        operations: Vec::new(),
+        next: tensor::VIRTUAL,
+        half,
+        shape,
+    };
     match pass {
         Pass::Forward => graph.forward()?,
         Pass::Backward => graph.backward()?,
     }
-    let operations: Vec<_> = graph.operations.iter().map(|&at| graph.parts[at].raw).collect();
-    let whole = Descriptor::new(library, kind::OPERATION_GRAPH)?.set(801, value::DESCRIPTOR, &operations)?;
+    let operations: Vec<_> = graph
+        .operations
+        .iter()
+        .map(|&at| graph.parts[at].raw)
+        .collect();
+    let whole = Descriptor::new(library, kind::OPERATION_GRAPH)?.set(
+        801,
+        value::DESCRIPTOR,
+        &operations,
+    )?;
     let whole = match target {
         Target::Handle(handle) => whole.handle(800, handle)?,
         #[cfg(test)]
@@ -417,7 +482,11 @@ pub(crate) fn build(library: &Arc<Library>, target: Target, pass: Pass, shape: A
                     kept.extend(configurations);
                     kept.push(whole);
                     kept.extend(parts.drain(..).rev());
-                    return Ok(Plan { plan, workspace_bytes, _parts: kept });
+                    return Ok(Plan {
+                        plan,
+                        workspace_bytes,
+                        _parts: kept,
+                    });
                 }
                 Err(error) => last = Some(error),
             }
@@ -429,7 +498,11 @@ pub(crate) fn build(library: &Arc<Library>, target: Target, pass: Pass, shape: A
     }))
 }
 
-fn plan_of(library: &Arc<Library>, target: Target, configuration: &Descriptor) -> Result<Descriptor> {
+fn plan_of(
+    library: &Arc<Library>,
+    target: Target,
+    configuration: &Descriptor,
+) -> Result<Descriptor> {
     let plan = Descriptor::new(library, kind::EXECUTION_PLAN)?.link(401, configuration)?;
     match target {
         Target::Handle(handle) => plan.handle(400, handle)?,
@@ -456,6 +529,10 @@ impl Plan {
         .set(405, value::CHAR, text)?
         .finalize()?;
         let workspace_bytes = u64::try_from(plan.number(402)?).unwrap_or(0);
-        Ok(Plan { plan, workspace_bytes, _parts: Vec::new() })
+        Ok(Plan {
+            plan,
+            workspace_bytes,
+            _parts: Vec::new(),
+        })
     }
 }

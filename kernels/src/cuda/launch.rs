@@ -9,9 +9,15 @@ use std::sync::Arc;
 pub(crate) struct Launcher {}
 macro_rules! stub { ($($name:ident($($a:ident: $t:ty),*);)*) => { $(pub(crate) fn $name(&self, _s: CUstream, $($a: $t),*) -> Result<()> { $(let _ = $a;)* Err(crate::Error::Unsupported { what: stringify!($name).into(), backend: "cuda", instead: "merge branch cu".into() }) })* } }
 impl Launcher {
-    pub(crate) fn new(_ctx: &Arc<CudaContext>) -> Result<Launcher> { Ok(Launcher {}) }
-    pub(crate) fn rmsnorm_scratch_bytes(&self, _tokens: u64, _columns: u64) -> u64 { 0 }
-    pub(crate) fn attention_scratch_bytes(&self, _shape: Attention, _dtype: DType) -> u64 { 0 }
+    pub(crate) fn new(_ctx: &Arc<CudaContext>) -> Result<Launcher> {
+        Ok(Launcher {})
+    }
+    pub(crate) fn rmsnorm_scratch_bytes(&self, _tokens: u64, _columns: u64) -> u64 {
+        0
+    }
+    pub(crate) fn attention_scratch_bytes(&self, _shape: Attention, _dtype: DType) -> u64 {
+        0
+    }
     stub! {
         zero(target: Ptr);
         cast(source: Ptr, target: Ptr);
