@@ -68,10 +68,12 @@ impl Default for BlockOptions {
 
 /// A nameless file of fixed size.
 pub struct BlockFile {
-    // Queues before workers before file: the order in which they may drop.
+    // Queues before workers: the order in which they may drop.
     reads: Mutex<Box<dyn Queue>>,
     writes: Mutex<Box<dyn Queue>>,
     _workers: Option<Workers>,
+    /// To do to the file what a bad disk would.
+    #[cfg(test)]
     file: Arc<File>,
     path: PathBuf,
     bytes: u64,
@@ -103,15 +105,14 @@ impl BlockFile {
                         reads: Mutex::new(reads),
                         writes: Mutex::new(writes),
                         _workers: workers,
+                        #[cfg(test)]
                         file,
                         path,
                         bytes,
                         rung,
                         registered: AtomicBool::new(false),
                         refused,
-                        checksums: options
-                            .checksums
-                            .then(|| Mutex::new(Checksums::new(options.checksums_count))),
+                        checksums: options.checksums.then(|| Mutex::new(Checksums::new(options.checksums_count))),
                     });
                 }
                 Err(error) => refused.push((rung, error.to_string())),
@@ -173,8 +174,12 @@ impl BlockFile {
         // SAFETY: `out` is borrowed for the whole call, which returns only when no request is in flight.
         let result = unsafe { queue::carry_out(self.reads.lock().as_mut(), transfer) };
         result.map_err(|(piece, error)| failure(&self.path, "read", piece.offset, u64::from(piece.bytes), &error))?;
-        let Some(checksums) = &self.checksums else { return Ok(()) };
-        let Some(written) = checksums.lock().get(offset, bytes) else { return Ok(()) };
+        let Some(checksums) = &self.checksums else {
+            return Ok(());
+        };
+        let Some(written) = checksums.lock().get(offset, bytes) else {
+            return Ok(());
+        };
         let read = checksums::of(out);
         if read != written {
             return Err(Error::File {
@@ -271,8 +276,7 @@ fn take(file: &File, path: &Path, bytes: u64) -> Result<()> {
     let mut offset = 0;
     while offset < bytes {
         let piece = (zeros.len() as u64).min(bytes - offset);
-        file.write_all_at(&zeros[..piece as usize], offset)
-            .map_err(|e| failure(path, "write", offset, piece, &e))?;
+        file.write_all_at(&zeros[..piece as usize], offset).map_err(|e| failure(path, "write", offset, piece, &e))?;
         offset += piece;
     }
     file.sync_data().map_err(|e| failure(path, "fdatasync", 0, bytes, &e))

@@ -7,9 +7,7 @@
 mod operators;
 
 use crate::ops::Attention;
-use crate::{
-    Backend, Collectives, DType, Device, Mark, Memory, Order, Result, Span, Stream, Tier, View,
-};
+use crate::{Backend, Collectives, DType, Device, Mark, Memory, Order, Result, Span, Stream, Tier, View};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -157,15 +155,8 @@ impl Dry {
         let Some(&reserved) = self.reserved[span.tier.index()].get() else {
             panic!("{span:?} of a tier that was not reserved");
         };
-        let inside = span
-            .offset
-            .checked_add(span.bytes)
-            .is_some_and(|end| end <= reserved);
-        assert!(
-            inside,
-            "{span:?} lies outside of the {} arena of {reserved} bytes",
-            span.tier
-        );
+        let inside = span.offset.checked_add(span.bytes).is_some_and(|end| end <= reserved);
+        assert!(inside, "{span:?} lies outside of the {} arena of {reserved} bytes", span.tier);
     }
 
     /// Checks that a view is reserved, in memory, and holds `elements`.
@@ -174,10 +165,7 @@ impl Dry {
         self.check(view.span);
         assert!(view.span.tier != Tier::Nvme, "{view:?} is not in memory");
         let needed = view.dtype.bytes(elements);
-        assert!(
-            needed <= view.span.bytes,
-            "{view:?} holds less than {elements} elements"
-        );
+        assert!(needed <= view.span.bytes, "{view:?} holds less than {elements} elements");
     }
 
     fn count(&self, add: impl FnOnce(&mut Counts)) {
@@ -189,38 +177,24 @@ impl Dry {
     fn check_shard(&self, shard: View, full: View) {
         self.check(shard.span);
         self.check(full.span);
-        assert!(
-            shard.dtype == full.dtype,
-            "{shard:?} and {full:?} differ in type"
-        );
+        assert!(shard.dtype == full.dtype, "{shard:?} and {full:?} differ in type");
         let whole = shard.span.bytes * u64::from(self.world) == full.span.bytes;
         assert!(whole, "{full:?} is not {} shards as {shard:?}", self.world);
-        let own = full
-            .span
-            .part(u64::from(self.rank) * shard.span.bytes, shard.span.bytes);
+        let own = full.span.part(u64::from(self.rank) * shard.span.bytes, shard.span.bytes);
         let apart = shard.span == own || !shard.span.overlaps(full.span);
-        assert!(
-            apart,
-            "{shard:?} is neither this rank's part of {full:?} nor apart from it"
-        );
+        assert!(apart, "{shard:?} is neither this rank's part of {full:?} nor apart from it");
     }
 
     #[track_caller]
     fn check_issued(&self, mark: Mark) {
         let issued = self.issued[mark.stream.index()].load(Ordering::Relaxed);
-        assert!(
-            mark.number <= issued,
-            "{mark:?} was never made: the last one is {issued}"
-        );
+        assert!(mark.number <= issued, "{mark:?} was never made: the last one is {issued}");
     }
 }
 
 impl Memory for Dry {
     fn reserve(&self, tier: Tier, bytes: u64, _folder: Option<&Path>) -> Result<()> {
-        assert!(
-            self.reserved[tier.index()].set(bytes).is_ok(),
-            "the {tier} tier was reserved twice"
-        );
+        assert!(self.reserved[tier.index()].set(bytes).is_ok(), "the {tier} tier was reserved twice");
         Ok(())
     }
 
@@ -251,10 +225,7 @@ impl Memory for Dry {
 impl Order for Dry {
     fn mark(&self, stream: Stream) -> Mark {
         self.count(|c| c.marks_count += 1);
-        Mark {
-            stream,
-            number: self.issued[stream.index()].fetch_add(1, Ordering::Relaxed) + 1,
-        }
+        Mark { stream, number: self.issued[stream.index()].fetch_add(1, Ordering::Relaxed) + 1 }
     }
 
     fn wait(&self, _stream: Stream, mark: Mark) {
@@ -280,14 +251,8 @@ impl Order for Dry {
     fn copy(&self, _stream: Stream, source: Span, target: Span) -> Result<()> {
         self.check(source);
         self.check(target);
-        assert!(
-            source.bytes == target.bytes,
-            "copy of {source:?} to {target:?}: the lengths differ"
-        );
-        assert!(
-            source == target || !source.overlaps(target),
-            "copy of {source:?} to {target:?}: they overlap"
-        );
+        assert!(source.bytes == target.bytes, "copy of {source:?} to {target:?}: the lengths differ");
+        assert!(source == target || !source.overlaps(target), "copy of {source:?} to {target:?}: they overlap");
         self.count(|c| {
             c.copies_count += 1;
             c.copied_bytes[source.tier.index()][target.tier.index()] += source.bytes;
@@ -359,10 +324,7 @@ impl Backend for Dry {
     fn set_workspace(&self, workspace: Span) {
         self.check(workspace);
         let needed = self.profile.workspace_bytes;
-        assert!(
-            workspace.bytes >= needed,
-            "{workspace:?} is less than the {needed} bytes asked for"
-        );
+        assert!(workspace.bytes >= needed, "{workspace:?} is less than the {needed} bytes asked for");
     }
 
     fn computes_in(&self, dtype: DType) -> bool {
@@ -379,8 +341,7 @@ mod tests {
     fn dry(world: u32, rank: u32) -> Dry {
         let dry = Dry::new(world, rank, DryProfile::default());
         for tier in Tier::ALL {
-            dry.reserve(tier, 1 << 16, None)
-                .expect("a dry tier has no end");
+            dry.reserve(tier, 1 << 16, None).expect("a dry tier has no end");
         }
         dry
     }
@@ -389,19 +350,13 @@ mod tests {
     fn copies_are_counted_by_route() {
         let dry = dry(1, 0);
         let at = |tier| Span::new(tier, 0, 4096);
-        dry.copy(Stream::HostToDevice, at(Tier::Host), at(Tier::Device))
-            .expect("dry");
-        dry.copy(Stream::HostToDevice, at(Tier::Host), at(Tier::Device))
-            .expect("dry");
-        dry.copy(Stream::NvmeRead, at(Tier::Nvme), at(Tier::Host))
-            .expect("dry");
+        dry.copy(Stream::HostToDevice, at(Tier::Host), at(Tier::Device)).expect("dry");
+        dry.copy(Stream::HostToDevice, at(Tier::Host), at(Tier::Device)).expect("dry");
+        dry.copy(Stream::NvmeRead, at(Tier::Nvme), at(Tier::Host)).expect("dry");
         let counts = dry.counts();
         assert_eq!(counts.copied(Tier::Host, Tier::Device), 8192);
         assert_eq!(counts.copied(Tier::Nvme, Tier::Host), 4096);
-        assert_eq!(
-            counts.copied_bytes.as_flattened().iter().sum::<u64>(),
-            12288
-        );
+        assert_eq!(counts.copied_bytes.as_flattened().iter().sum::<u64>(), 12288);
         assert_eq!(counts.copies_count, 3);
         dry.reset_counts();
         assert_eq!(dry.counts(), Counts::default());
@@ -411,19 +366,9 @@ mod tests {
     fn flops_of_a_linear_layer_are_twice_its_products() {
         let dry = dry(1, 0);
         let view = |elements: u64| Span::new(Tier::Device, 0, elements * 4).view(DType::F32);
-        let shape = Linear {
-            tokens: 3,
-            inputs: 5,
-            outputs: 7,
-        };
+        let shape = Linear { tokens: 3, inputs: 5, outputs: 7 };
         dry.linear(view(15), view(35), None, None, view(21), shape);
-        assert_eq!(
-            dry.counts().flops,
-            Flops {
-                linear: 2 * 3 * 5 * 7,
-                ..Flops::default()
-            }
-        );
+        assert_eq!(dry.counts().flops, Flops { linear: 2 * 3 * 5 * 7, ..Flops::default() });
         assert_eq!(dry.counts().memory_bound_bytes, 0);
     }
 
@@ -437,18 +382,7 @@ mod tests {
     #[should_panic(expected = "holds less than")]
     fn views_smaller_than_their_shape_are_caught() {
         let view = Span::new(Tier::Device, 0, 64).view(DType::F32);
-        dry(1, 0).linear(
-            view,
-            view,
-            None,
-            None,
-            view,
-            Linear {
-                tokens: 4,
-                inputs: 4,
-                outputs: 5,
-            },
-        );
+        dry(1, 0).linear(view, view, None, None, view, Linear { tokens: 4, inputs: 4, outputs: 5 });
     }
 
     #[test]

@@ -14,6 +14,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod dry;
 pub mod error;
+pub mod file_map;
 pub mod link;
 pub mod memory;
 pub mod numeric;
@@ -23,6 +24,7 @@ pub mod stream;
 
 pub use backend::{Backend, Collectives, Device, Memory, Order};
 pub use error::{Error, Result};
+pub use file_map::FileMap;
 pub use memory::{DType, Span, Tier, View};
 pub use ops::Operators;
 pub use stream::{Mark, Stream};

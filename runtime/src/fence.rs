@@ -35,9 +35,4 @@ impl Fence {
             .map(move |stream| Mark { stream, number: self.numbers[stream.index()] })
             .filter(|mark| mark.number > 0)
     }
-
-    /// A measure of how recent the fence is: lower has likelier been passed.
-    pub fn age(self) -> u64 {
-        self.numbers.iter().sum()
-    }
 }

@@ -184,7 +184,9 @@ impl Layout {
     /// If the role does not exist with these formats.
     #[track_caller]
     pub fn dtype(&self, chunk: ChunkId) -> DType {
-        self.formats.of(chunk.role()).unwrap_or_else(|| panic!("{chunk:?}: no {} in these formats", chunk.role().name()))
+        self.formats
+            .of(chunk.role())
+            .unwrap_or_else(|| panic!("{chunk:?}: no {} in these formats", chunk.role().name()))
     }
 
     /// Elements of this rank's shard of a group.

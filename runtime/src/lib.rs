@@ -5,20 +5,20 @@
 //! stand in the order in which they are best read, which is also the order of dependency.
 #![forbid(unsafe_code)]
 
-pub mod units;
-pub mod error;
-pub mod limits;
-pub mod layout;
-pub mod fence;
-pub mod region;
-pub mod ledger;
-pub mod schedule;
-pub mod mem_stats;
 pub mod chunk;
-pub mod transfer;
-pub mod policy;
+pub mod error;
+pub mod fence;
+pub mod layout;
+pub mod ledger;
+pub mod limits;
+pub mod mem_stats;
 pub mod plan;
+pub mod policy;
+pub mod region;
+pub mod schedule;
 pub mod tensor_mgr;
+pub mod transfer;
+pub mod units;
 
 pub use error::{Error, Result};
 pub use ledger::Category;

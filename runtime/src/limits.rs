@@ -17,8 +17,8 @@ pub fn host_available_bytes() -> Option<u64> {
 /// Bytes of host memory that the machine or its control group has in all. A virtual machine may show less at
 /// first and grow as memory is touched.
 pub fn host_total_bytes() -> Option<u64> {
-    let limit = read_number("/sys/fs/cgroup/memory.max")
-        .or_else(|| read_number("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
+    let limit =
+        read_number("/sys/fs/cgroup/memory.max").or_else(|| read_number("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
     match (limit, meminfo("MemTotal")) {
         (Some(limit), Some(total)) => Some(limit.min(total)),
         (limit, total) => limit.or(total),

@@ -19,7 +19,7 @@ pub struct TickStats {
 /// Records the first passes, then is read only.
 #[derive(Default, Debug)]
 pub struct MemStatsCollector {
-    ticks: [Vec<TickStats>; 3],
+    ticks: [Vec<TickStats>; Pass::ALL.len()],
     frozen: bool,
 }
 
@@ -67,9 +67,9 @@ impl MemStatsCollector {
 
     /// Bytes of the device that are not model data at a tick.
     pub fn non_model_bytes(&self, pass: Pass, tick: Tick) -> u64 {
-        self.ticks[pass.index()].get(tick.index()).map_or(0, |stats| {
-            NON_MODEL.into_iter().map(|c| stats.live[Tier::Device.index()][c.index()]).sum()
-        })
+        self.ticks[pass.index()]
+            .get(tick.index())
+            .map_or(0, |stats| NON_MODEL.into_iter().map(|c| stats.live[Tier::Device.index()][c.index()]).sum())
     }
 
     /// Bytes of a device `budget` that model data may use at a tick.

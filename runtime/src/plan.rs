@@ -18,6 +18,15 @@ pub const GRANULE: u64 = 256;
 /// Bytes to which places in files and staging are rounded: what direct I/O asks.
 pub const FILE_GRANULE: u64 = 4096;
 
+/// `bytes` as a place in `tier` takes them.
+pub const fn placed_bytes(tier: Tier, bytes: u64) -> u64 {
+    let granule = match tier {
+        Tier::Device => GRANULE,
+        Tier::Host | Tier::Nvme => FILE_GRANULE,
+    };
+    bytes.div_ceil(granule) * granule
+}
+
 /// What may be used of each tier, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Budgets {
@@ -58,11 +67,40 @@ pub struct Prediction {
     pub ledger: Ledger,
     /// Most bytes of the window in use at once.
     pub window_peak: u64,
-    /// Bytes per link of each steady pass.
-    pub traffic: [Traffic; 3],
+    /// Bytes per link of the training steps from the first on; from step `cycle` on the steps repeat.
+    pub train: Vec<Traffic>,
+    /// First step of the part of `train` that repeats for ever.
+    pub cycle: usize,
+    /// Bytes per link of one pass of the other kinds, between two training steps.
+    pub traffic: [Traffic; Pass::ALL.len()],
     /// Live bytes at each tick of each pass.
-    pub ticks: [Vec<TickStats>; 3],
+    pub ticks: [Vec<TickStats>; Pass::ALL.len()],
 }
+
+impl Prediction {
+    /// Bytes per link of training step number `step` (from 0) of an uninterrupted run.
+    pub fn step(&self, step: u64) -> Traffic {
+        let (step, period) = (step as usize, self.train.len() - self.cycle);
+        if step < self.train.len() { self.train[step] } else { self.train[self.cycle + (step - self.cycle) % period] }
+    }
+
+    /// Bytes per link of a steady training step, averaged over the steps that repeat.
+    pub fn steady(&self) -> Traffic {
+        let steps = &self.train[self.cycle..];
+        let mean = |link: fn(&Traffic) -> u64| steps.iter().map(link).sum::<u64>() / (steps.len() as u64).max(1);
+        Traffic {
+            host_to_device: mean(|t| t.host_to_device),
+            device_to_host: mean(|t| t.device_to_host),
+            nvme_read: mean(|t| t.nvme_read),
+            nvme_write: mean(|t| t.nvme_write),
+            gathered: mean(|t| t.gathered),
+            reduced: mean(|t| t.reduced),
+        }
+    }
+}
+
+/// Steps after which a rehearsal gives up looking for the point from which steps repeat.
+const LONGEST_REHEARSAL: usize = 24;
 
 /// A plan.
 #[derive(Clone, Debug)]
@@ -76,16 +114,16 @@ pub struct Plan {
     /// What it was made for.
     pub budgets: Budgets,
     /// The recorded uses of each pass.
-    pub schedules: [Schedule; 3],
+    pub schedules: [Schedule; Pass::ALL.len()],
     /// What it will cost.
     pub predicted: Prediction,
 }
 
-/// A rehearsal: runs every pass that the run has, twice (the second is the steady one), on the given manager.
-pub type Rehearsal<'a> = &'a dyn Fn(&mut StatefulTensorMgr) -> Result<()>;
+/// A rehearsal: runs one pass of the given kind on the given manager.
+pub type Rehearsal<'a> = &'a dyn Fn(&mut StatefulTensorMgr, Pass) -> Result<()>;
 
 impl Plan {
-    /// Plans for `layout` under `budgets`. `dry` makes a fresh counting backend; `driver_bytes` is what the real
+    /// Plans for `layout` under `budgets`, for a run that has these `passes`. `dry` makes a fresh counting backend; `driver_bytes` is what the real
     /// device's driver holds beside the arena.
     ///
     /// # Errors
@@ -98,9 +136,10 @@ impl Plan {
         lookahead_bytes: Option<u64>,
         driver_bytes: u64,
         dry: &dyn Fn() -> Arc<dyn Backend>,
+        passes: &[Pass],
         rehearse: Rehearsal<'_>,
     ) -> Result<Plan> {
-        let schedules = Self::record(layout, &fixed, dry, rehearse)?;
+        let schedules = Self::record(layout, &fixed, dry, passes, rehearse)?;
         let workspace = dry().workspace_bytes();
         let mut view = PolicyView {
             layout,
@@ -144,9 +183,9 @@ impl Plan {
             };
             let mut manager = StatefulTensorMgr::new(dry(), layout.clone(), plan.clone())?;
             manager.reserve_driver(driver_bytes);
-            match rehearse(&mut manager) {
-                Ok(()) => {
-                    plan.predicted = manager.observed();
+            match Self::predict(&mut manager, passes, rehearse) {
+                Ok(predicted) => {
+                    plan.predicted = predicted;
                     return Ok(plan);
                 }
                 Err(Error::OutOfRoom { tier: Tier::Device, short_by, .. }) => {
@@ -170,8 +209,9 @@ impl Plan {
         layout: &Layout,
         fixed: &Fixed,
         dry: &dyn Fn() -> Arc<dyn Backend>,
+        passes: &[Pass],
         rehearse: Rehearsal<'_>,
-    ) -> Result<[Schedule; 3]> {
+    ) -> Result<[Schedule; Pass::ALL.len()]> {
         let mut homes = vec![None; layout.groups.len() * crate::units::Role::ALL.len()];
         for chunk in layout.chunk_ids() {
             homes[chunk.index()] = Some(Tier::Device);
@@ -186,8 +226,32 @@ impl Plan {
             predicted: Prediction::default(),
         };
         let mut manager = StatefulTensorMgr::new(dry(), layout.clone(), plan)?;
-        rehearse(&mut manager)?;
+        for &pass in passes {
+            rehearse(&mut manager, pass)?;
+        }
         Ok(manager.recorded())
+    }
+
+    /// Rehearses training steps until the manager is in a state in which it was before (from there on the steps
+    /// repeat), then one pass of each other kind.
+    fn predict(manager: &mut StatefulTensorMgr, passes: &[Pass], rehearse: Rehearsal<'_>) -> Result<Prediction> {
+        let (mut train, mut seen) = (Vec::new(), Vec::new());
+        let cycle = loop {
+            let signature = manager.signature();
+            if let Some(step) = seen.iter().position(|earlier| *earlier == signature) {
+                break step;
+            }
+            if train.len() == LONGEST_REHEARSAL {
+                break LONGEST_REHEARSAL - 1;
+            }
+            seen.push(signature);
+            rehearse(manager, Pass::Train)?;
+            train.push(manager.last_traffic(Pass::Train));
+        };
+        for &pass in passes.iter().filter(|pass| **pass != Pass::Train) {
+            rehearse(manager, pass)?;
+        }
+        Ok(Prediction { train, cycle, ..manager.observed() })
     }
 
     /// Bytes of a tier that the plan will take: its peak, for everything is reserved at the start.

@@ -3,6 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::layout::Layout;
+use crate::plan::{GRANULE, placed_bytes};
 use crate::schedule::{Schedule, in_place};
 use crate::units::{ChunkId, Role};
 use castor_kernels::Tier;
@@ -135,15 +136,14 @@ impl PlacementPolicy for AutoPolicy {
         }
         // Not everything fits: the window is sized for streaming everything twice over (one copy in use, one on
         // its way), then the device is filled with what saves the most crossings per byte.
-        let mut answer = homes(view.layout, |chunk| {
-            if may_leave(view.layout, chunk) { Tier::Host } else { Tier::Device }
-        });
+        let mut answer =
+            homes(view.layout, |chunk| if may_leave(view.layout, chunk) { Tier::Host } else { Tier::Device });
         let streaming = window_need(view, &answer);
         let window = (2 * streaming).min(view.room[0]).max(streaming) + view.window_shortage;
         let pinned: u64 = on_tier(view.layout, &answer, Tier::Device);
         let mut room = view.room[0].saturating_sub(window + pinned);
         for chunk in by_value(view) {
-            let bytes = view.layout.stored_bytes(chunk);
+            let bytes = placed_bytes(Tier::Device, view.layout.stored_bytes(chunk));
             if answer[chunk.index()] == Some(Tier::Host) && bytes <= room {
                 room -= bytes;
                 answer[chunk.index()] = Some(Tier::Device);
@@ -180,7 +180,8 @@ fn by_value(view: &PolicyView<'_>) -> Vec<ChunkId> {
 }
 
 fn on_tier(layout: &Layout, homes: &[Option<Tier>], tier: Tier) -> u64 {
-    layout.chunk_ids().filter(|c| homes[c.index()] == Some(tier)).map(|c| layout.stored_bytes(c)).sum()
+    let here = layout.chunk_ids().filter(|c| homes[c.index()] == Some(tier));
+    here.map(|c| placed_bytes(tier, layout.stored_bytes(c))).sum()
 }
 
 /// Bytes of working copies that the worst tick needs at once.
@@ -196,7 +197,7 @@ fn window_need(view: &PolicyView<'_>, homes: &[Option<Tier>]) -> u64 {
         } else {
             layout.stored_bytes(chunk)
         };
-        bytes.div_ceil(super::plan::GRANULE) * super::plan::GRANULE
+        placed_bytes(Tier::Device, bytes)
     })
 }
 
@@ -206,14 +207,19 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
     let need = window_need(view, &homes) + view.window_shortage;
     let device = on_tier(layout, &homes, Tier::Device);
     if device + need > view.room[0] {
-        return Err(short(view, Tier::Device, device + need - view.room[0], &[("model data", device), ("window", need)]));
+        return Err(short(
+            view,
+            Tier::Device,
+            device + need - view.room[0],
+            &[("model data", device), ("window", need)],
+        ));
     }
     // Room left over serves prefetch, up to the streaming of two more ticks like the largest.
-    let window_bytes = if need == 0 { 0 } else { (view.room[0] - device).min(3 * need) };
+    let window_bytes = if need == 0 { 0 } else { (view.room[0] - device).min(3 * need) / GRANULE * GRANULE };
     let mut staging_bytes = 0;
     let host = on_tier(layout, &homes, Tier::Host);
     if host > view.room[1] {
-        let largest = layout.chunk_ids().map(|c| layout.stored_bytes(c).div_ceil(4096) * 4096).max().unwrap_or(0);
+        let largest = layout.chunk_ids().map(|c| placed_bytes(Tier::Nvme, layout.stored_bytes(c))).max().unwrap_or(0);
         staging_bytes = 3 * largest;
         let mut excess = (host + staging_bytes).saturating_sub(view.room[1]);
         let mut nvme = 0;
@@ -222,9 +228,9 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
                 break;
             }
             if homes[chunk.index()] == Some(Tier::Host) {
-                let bytes = layout.stored_bytes(chunk);
+                let bytes = placed_bytes(Tier::Nvme, layout.stored_bytes(chunk));
                 homes[chunk.index()] = Some(Tier::Nvme);
-                nvme += bytes.div_ceil(4096) * 4096;
+                nvme += bytes;
                 excess = excess.saturating_sub(bytes);
             }
         }

@@ -11,6 +11,8 @@ struct Hole {
     offset: u64,
     bytes: u64,
     fence: Fence,
+    /// Number of the giving back that made it: the lowest has been free the longest.
+    given: u64,
 }
 
 /// A fixed part of an arena.
@@ -18,6 +20,7 @@ pub struct Region {
     span: Span,
     granule: u64,
     holes: Vec<Hole>,
+    given: u64,
     used: u64,
     peak: u64,
 }
@@ -27,9 +30,9 @@ impl Region {
     pub fn new(span: Span, granule: u64) -> Region {
         let mut holes = Vec::with_capacity(256);
         if span.bytes > 0 {
-            holes.push(Hole { offset: span.offset, bytes: span.bytes, fence: Fence::OPEN });
+            holes.push(Hole { offset: span.offset, bytes: span.bytes, fence: Fence::OPEN, given: 0 });
         }
-        Region { span, granule, holes, used: 0, peak: 0 }
+        Region { span, granule, holes, given: 0, used: 0, peak: 0 }
     }
 
     /// Bytes that a request of `bytes` takes.
@@ -45,7 +48,7 @@ impl Region {
             .iter()
             .enumerate()
             .filter(|(_, hole)| hole.bytes >= taken)
-            .min_by_key(|(_, hole)| (hole.bytes, hole.fence.age(), hole.offset))
+            .min_by_key(|(_, hole)| (hole.bytes, hole.given, hole.offset))
             .map(|(index, _)| index)?;
         let hole = &mut self.holes[best];
         let (span, fence) = (Span::new(self.span.tier, hole.offset, bytes), hole.fence);
@@ -77,7 +80,15 @@ impl Region {
             replaced.end = at + 1;
         }
         assert!(replaced.end == at + 1 || at == self.holes.len() || end <= self.holes[at].offset, "given back twice");
-        self.holes.splice(replaced, [Hole { offset, bytes: end - offset, fence }]);
+        self.given += 1;
+        self.holes.splice(replaced, [Hole { offset, bytes: end - offset, fence, given: self.given }]);
+    }
+
+    /// What future placements depend on: the holes, the longest free first.
+    pub fn signature(&self) -> Vec<(u64, u64)> {
+        let mut holes: Vec<_> = self.holes.iter().map(|hole| (hole.given, hole.offset, hole.bytes)).collect();
+        holes.sort_unstable();
+        holes.into_iter().map(|(_, offset, bytes)| (offset, bytes)).collect()
     }
 
     /// Bytes taken now.
@@ -134,7 +145,8 @@ mod tests {
         let mut region = Region::new(Span::new(Tier::Device, 0, 512), 256);
         let (a, _) = region.take(256).unwrap();
         let (b, _) = region.take(256).unwrap();
-        let (first, second) = (Mark { stream: Stream::Compute, number: 5 }, Mark { stream: Stream::DeviceToHost, number: 9 });
+        let (first, second) =
+            (Mark { stream: Stream::Compute, number: 5 }, Mark { stream: Stream::DeviceToHost, number: 9 });
         region.give(a, Fence::at(first));
         region.give(b, Fence::at(second));
         let (_, fence) = region.take(512).unwrap();

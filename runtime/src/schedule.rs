@@ -5,17 +5,19 @@ use crate::units::{ChunkId, GroupId, Tick};
 /// Which of the recorded lists of uses a step follows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Pass {
-    /// Forward, backward, update.
+    /// The last step's updates and this one's forward, then backward.
     Train,
     /// Forward and backward on sampled labels, Hessian update (Sophia).
     Hessian,
     /// Forward only.
     Evaluate,
+    /// Updates alone: those that no next step will make.
+    Update,
 }
 
 impl Pass {
     /// All passes.
-    pub const ALL: [Pass; 3] = [Pass::Train, Pass::Hessian, Pass::Evaluate];
+    pub const ALL: [Pass; 4] = [Pass::Train, Pass::Hessian, Pass::Evaluate, Pass::Update];
 
     /// Position in [`Pass::ALL`].
     pub const fn index(self) -> usize {
@@ -129,9 +131,7 @@ impl Schedule {
     /// Whether `chunk` is written at a tick in `from .. from + ahead` (cyclic).
     pub fn written_within(&self, chunk: ChunkId, from: Tick, ahead: u32) -> bool {
         let length = self.ticks.len() as u32;
-        self.uses(chunk).iter().any(|(tick, access)| {
-            access.writes() && (tick.0 + length - from.0) % length < ahead
-        })
+        self.uses(chunk).iter().any(|(tick, access)| access.writes() && (tick.0 + length - from.0) % length < ahead)
     }
 
     /// Bytes that the working copies of each tick need at once, given which uses are in place; the largest.
@@ -163,4 +163,3 @@ impl Schedule {
 pub const fn in_place(access: Access, sharded: bool, home_on_device: bool) -> bool {
     home_on_device && (!sharded || !access.whole())
 }
-

@@ -1,8 +1,8 @@
 //! Transfers: every byte that moves goes through here, behind the fences it must wait for, and is counted
 //! where its copy is issued (L4).
 
-use crate::fence::Fence;
 use crate::error::Result;
+use crate::fence::Fence;
 use castor_kernels::{Backend, Span, Stream, View};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -113,9 +113,13 @@ impl Transfer {
     /// # Errors
     /// If a peer is gone.
     pub fn gather(&mut self, shard: View, full: View, fence: Fence) -> Result<Fence> {
-        self.collective(fence, |backend| backend.all_gather(shard, full), |traffic| {
-            traffic.gathered += full.span.bytes - shard.span.bytes;
-        })
+        self.collective(
+            fence,
+            |backend| backend.all_gather(shard, full),
+            |traffic| {
+                traffic.gathered += full.span.bytes - shard.span.bytes;
+            },
+        )
     }
 
     /// Leaves in `shard` this rank's part of the ranks' sum of `full`.
@@ -123,9 +127,13 @@ impl Transfer {
     /// # Errors
     /// If a peer is gone.
     pub fn reduce_scatter(&mut self, full: View, shard: View, fence: Fence) -> Result<Fence> {
-        self.collective(fence, |backend| backend.reduce_scatter(full, shard), |traffic| {
-            traffic.reduced += full.span.bytes - shard.span.bytes;
-        })
+        self.collective(
+            fence,
+            |backend| backend.reduce_scatter(full, shard),
+            |traffic| {
+                traffic.reduced += full.span.bytes - shard.span.bytes;
+            },
+        )
     }
 
     /// Sums `view` over the ranks.

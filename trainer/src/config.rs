@@ -1,4 +1,17 @@
 //! The model's shape, as a Hugging Face `config.json` states it.
+//!
+//! Owns the reading of `config.json` (`fields`: what each field may be; [`json`]: strict JSON) and what
+//! follows from the shape alone: the parameter count and the rotary tables. It knows no tensor's name
+//! ([`crate::weights`]) and no training setting ([`crate::settings`]).
+
+mod fields;
+pub mod json;
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::error::{Error, Result};
 
 /// A Llama-family model's shape. Field names are those of `config.json`.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,4 +86,113 @@ impl ModelConfig {
         let tables = if self.tie_word_embeddings { 1 } else { 2 };
         self.num_hidden_layers * block + tables * self.vocab_size * c + c
     }
+
+    /// Reads a `config.json` in the form of transformers 4 or 5. The second value holds notices: what was
+    /// found and is ignored or read in a way that one might not expect.
+    ///
+    /// # Errors
+    /// [`Error::Usage`], naming file, field and value, for anything that this trainer would compute
+    /// differently from what the file asks.
+    pub fn from_json_file(path: &Path) -> Result<(ModelConfig, Vec<String>)> {
+        let value = json::read(path)?;
+        let mut notices = Vec::new();
+        let config = fields::Fields::of(&value)
+            .and_then(|fields| fields.model(&mut notices))
+            .map_err(|reason| Error::Usage(format!("{}: {reason}", path.display())))?;
+        for notice in &mut notices {
+            notice.insert_str(0, &format!("{}: ", path.display()));
+        }
+        Ok((config, notices))
+    }
+
+    /// The shape as a `config.json` that transformers 4 and 5 both read. `dtype` is that of the weights
+    /// beside it (`float32`, `bfloat16`, `float16`).
+    pub fn to_json(&self, dtype: &str) -> Value {
+        let scaling = match self.rope_scaling {
+            RopeScaling::Default => Value::Null,
+            RopeScaling::Linear { factor } => {
+                serde_json::json!({"rope_type": "linear", "factor": factor})
+            }
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+                serde_json::json!({
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": low_freq_factor,
+                    "high_freq_factor": high_freq_factor,
+                    "original_max_position_embeddings": original_max_position_embeddings,
+                })
+            }
+        };
+        serde_json::json!({
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_position_embeddings,
+            // f32's shortest decimal, so that 1e-5 is not written as 9.999999747378752e-6.
+            "rms_norm_eps": self.rms_norm_eps.to_string().parse::<f64>().unwrap_or(f64::from(self.rms_norm_eps)),
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+            "attention_bias": self.attention_bias,
+            "attention_dropout": 0.0,
+            "mlp_bias": self.mlp_bias,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "initializer_range": self.initializer_range,
+            "torch_dtype": dtype,
+        })
+    }
+
+    /// Rotary frequencies, D/2 of them, with scaling applied: f32 operations in the order of transformers'
+    /// `modeling_rope_utils`, the power itself rounded once.
+    pub fn inv_freq(&self) -> Vec<f32> {
+        let dim = self.head_dim as f32;
+        let plain = (0..self.head_dim).step_by(2).map(|i| {
+            let exponent = i as f32 / dim;
+            1.0 / self.rope_theta.powf(f64::from(exponent)) as f32
+        });
+        match self.rope_scaling {
+            RopeScaling::Default => plain.collect(),
+            RopeScaling::Linear { factor } => plain.map(|f| f / factor as f32).collect(),
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+                let (factor, low, high) = (factor as f32, low_freq_factor as f32, high_freq_factor as f32);
+                let original = original_max_position_embeddings as f32;
+                plain
+                    .map(|f| {
+                        let wavelength = std::f32::consts::TAU / f;
+                        if wavelength < original / high {
+                            f
+                        } else if wavelength > original / low {
+                            f / factor
+                        } else {
+                            let smooth = (original / wavelength - low) / (high - low);
+                            (1.0 - smooth) * f / factor + smooth * f
+                        }
+                    })
+                    .collect()
+            }
+        }
+    }
+
+    /// Cosines and sines of every position: `[S, D]`, row = D/2 cosines then D/2 sines. The angle is the
+    /// f32 product that transformers forms; its cosine and sine are rounded once from f64.
+    pub fn rope_table(&self, sequence: usize) -> Vec<f32> {
+        let frequencies = self.inv_freq();
+        let mut table = Vec::with_capacity(sequence * 2 * frequencies.len());
+        for position in 0..sequence {
+            let angle = |f: &f32| f64::from(position as f32 * f);
+            table.extend(frequencies.iter().map(|f| angle(f).cos() as f32));
+            table.extend(frequencies.iter().map(|f| angle(f).sin() as f32));
+        }
+        table
+    }
 }
+
+#[cfg(test)]
+#[path = "config/tests.rs"]
+mod tests;

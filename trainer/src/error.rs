@@ -34,3 +34,12 @@ impl Error {
         }
     }
 }
+
+impl From<castor_runtime::error::Error> for Error {
+    fn from(error: castor_runtime::error::Error) -> Self {
+        match error {
+            castor_runtime::error::Error::Kernels(error) => Error::Kernels(error),
+            short => Error::DoesNotFit(short.to_string()),
+        }
+    }
+}

@@ -1,6 +1,28 @@
 //! The ZeRO-3 Llama trainer, its launcher and its memory report.
+//!
+//! What to compute: [`config`] and [`settings`] say what is wanted, [`model`] and the step write it out,
+//! [`engine`] puts it on a plan, [`data`] and [`weights`] feed it, [`launcher`] and [`rendezvous`] make
+//! ranks of it, [`report`] says what happened.
 #![forbid(unsafe_code)]
 
+pub mod activations;
+pub mod cli;
 pub mod config;
+pub mod data;
+pub mod doctor;
+pub mod engine;
 pub mod error;
+pub mod inputs;
+pub mod launcher;
+pub mod loss_scale;
+pub mod lr;
+pub mod model;
+pub mod optimizer;
+pub mod parity;
+pub mod plugin;
+pub mod rendezvous;
+pub mod report;
+pub mod settings;
 pub mod source;
+mod step;
+pub mod weights;

@@ -72,7 +72,10 @@ mod tests {
         assert_eq!([sums.get(0, 10), sums.get(10, 10), sums.get(20, 10)], [Some(1), Some(3), Some(2)]);
         assert_eq!([sums.get(0, 9), sums.get(1, 9)], [None, None]);
         write(&mut sums, 5, 10, 4);
-        assert_eq!([sums.get(0, 10), sums.get(10, 10), sums.get(5, 10), sums.get(20, 10)], [None, None, Some(4), Some(2)]);
+        assert_eq!(
+            [sums.get(0, 10), sums.get(10, 10), sums.get(5, 10), sums.get(20, 10)],
+            [None, None, Some(4), Some(2)]
+        );
         write(&mut sums, 5, 10, 5);
         assert_eq!(sums.get(5, 10), Some(5));
         write(&mut sums, 5, 4, 6);

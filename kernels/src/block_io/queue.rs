@@ -89,7 +89,9 @@ pub(super) unsafe fn carry_out(queue: &mut dyn Queue, transfer: Transfer) -> Res
     let mut failed = None;
     loop {
         while failed.is_none() && issued < transfer.bytes {
-            let Some(tag) = slots.iter().position(Option::is_none) else { break };
+            let Some(tag) = slots.iter().position(Option::is_none) else {
+                break;
+            };
             let bytes = PIECE_BYTES.min(transfer.bytes - issued);
             let piece = Piece {
                 write: transfer.write,
@@ -308,7 +310,8 @@ impl Queue for MapQueue {
         assert!(piece.offset as usize + bytes <= self.map.len(), "a piece lies inside of the file");
         // SAFETY: the map is as long as the file, which contains the piece (checked).
         let place = unsafe { self.map.as_mut_ptr().add(piece.offset as usize) };
-        let (from, to) = if piece.write { (piece.address.cast_const(), place) } else { (place.cast_const(), piece.address) };
+        let (from, to) =
+            if piece.write { (piece.address.cast_const(), place) } else { (place.cast_const(), piece.address) };
         // SAFETY: the caller vouches for the memory, the check above for the map; they are different maps.
         unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
         self.finished.push_back((tag, bytes));

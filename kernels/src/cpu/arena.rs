@@ -24,41 +24,23 @@ impl Arena {
     /// # Errors
     /// [`Error::Exhausted`] if the machine has less available, or the system refuses the map.
     pub(crate) fn new(tier: Tier, bytes: u64) -> Result<Arena> {
-        let refused = |available: u64, hint: String| Error::Exhausted {
-            tier: tier.name(),
-            asked: bytes,
-            available,
-            hint,
-        };
+        let refused =
+            |available: u64, hint: String| Error::Exhausted { tier: tier.name(), asked: bytes, available, hint };
         if bytes == 0 {
-            return Ok(Arena {
-                base: NonNull::dangling(),
-                bytes: 0,
-            });
+            return Ok(Arena { base: NonNull::dangling(), bytes: 0 });
         }
         // The system would promise more than it has and kill the process when the promise is called in.
         let available = available_memory();
         if bytes > available {
-            return Err(refused(
-                available,
-                "give a smaller budget for this tier, or free memory".into(),
-            ));
+            return Err(refused(available, "give a smaller budget for this tier, or free memory".into()));
         }
         let Ok(length) = usize::try_from(bytes) else {
-            return Err(refused(
-                available,
-                "this is beyond the address space".into(),
-            ));
+            return Err(refused(available, "this is beyond the address space".into()));
         };
         use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
         // SAFETY: a new private map at an address of the system's choice touches no existing memory.
         let base = unsafe {
-            mmap_anonymous(
-                std::ptr::null_mut(),
-                length,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
+            mmap_anonymous(std::ptr::null_mut(), length, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
         }
         .map_err(|e| refused(available, format!("mmap said: {e}")))?;
         // Fewer page faults and TLB misses. Only advice: a system without huge pages works the same.
@@ -67,10 +49,7 @@ impl Arena {
         let Some(base) = NonNull::new(base.cast::<u8>()) else {
             return Err(refused(available, "mmap gave address 0".into()));
         };
-        Ok(Arena {
-            base,
-            bytes: length,
-        })
+        Ok(Arena { base, bytes: length })
     }
 
     /// First byte. Valid for [`Arena::bytes`] bytes for as long as the arena lives.

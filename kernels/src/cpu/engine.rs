@@ -21,6 +21,9 @@ const TIMES: usize = 4096;
 /// Bytes between two looks at the clock of a throttled copy.
 const PIECE_BYTES: usize = 1 << 20;
 
+/// Most that a throttled engine makes up for at its next command.
+const LATENESS: Duration = Duration::from_millis(1);
+
 /// Work of an engine.
 #[derive(Clone, Copy)]
 pub(crate) enum Command {
@@ -120,9 +123,7 @@ impl Shared {
 
     /// The first failure, if there was one.
     pub(crate) fn check(&self) -> Result<()> {
-        self.failure
-            .get()
-            .map_or(Ok(()), |error| Err(error.clone()))
+        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     /// Nanoseconds since the start.
@@ -140,16 +141,8 @@ impl Shared {
         let Some(arena) = self.arenas[span.tier.index()].get() else {
             panic!("{span:?} of a tier that was not reserved");
         };
-        let inside = span
-            .offset
-            .checked_add(span.bytes)
-            .is_some_and(|end| end <= arena.bytes());
-        assert!(
-            inside,
-            "{span:?} lies outside of the {} arena of {} bytes",
-            span.tier,
-            arena.bytes()
-        );
+        let inside = span.offset.checked_add(span.bytes).is_some_and(|end| end <= arena.bytes());
+        assert!(inside, "{span:?} lies outside of the {} arena of {} bytes", span.tier, arena.bytes());
         arena.base().wrapping_add(span.offset as usize)
     }
 
@@ -164,10 +157,7 @@ impl Shared {
 
     /// The bytes of a span, to write.
     #[track_caller]
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "an arena is shared memory; exclusivity comes from marks"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "an arena is shared memory; exclusivity comes from marks")]
     fn bytes_mut(&self, span: Span) -> &mut [u8] {
         let base = self.address(span);
         // SAFETY: `address` checked the range, which lives as long as `self`. Whoever issued the command
@@ -185,11 +175,7 @@ impl Shared {
         let mut done = 0;
         while done < bytes {
             // One piece if nothing is paced: the memory's own speed.
-            let piece = if pace.is_free() {
-                bytes
-            } else {
-                PIECE_BYTES.min(bytes - done)
-            };
+            let piece = if pace.is_free() { bytes } else { PIECE_BYTES.min(bytes - done) };
             // SAFETY: both ranges were checked by `address`, have equal lengths and do not overlap (checked
             // when the copy was issued); the issuer ordered other uses of them by marks.
             unsafe { std::ptr::copy_nonoverlapping(from.add(done), to.add(done), piece) };
@@ -199,9 +185,7 @@ impl Shared {
     }
 
     fn file(&self) -> &BlockFile {
-        let Some(file) = self.file.get() else {
-            panic!("the nvme tier was not reserved")
-        };
+        let Some(file) = self.file.get() else { panic!("the nvme tier was not reserved") };
         file
     }
 
@@ -254,18 +238,15 @@ impl Shared {
     /// The life of an engine: until the queue's other end is dropped and everything in it is done.
     pub(crate) fn serve(&self, stream: Stream, queue: &Receiver<Command>, mut pace: Pace) {
         let progress = &self.progress[stream.index()];
-        let _last_word = LastWord {
-            shared: self,
-            stream,
-        };
+        let _last_word = LastWord { shared: self, stream };
         for command in queue {
             match command {
                 Command::Wait(mark) => {
                     self.progress[mark.stream.index()].wait(mark.number);
-                    pace.idle();
                 }
                 Command::Mark(number) => progress.reach(number, self.now_ns()),
                 work if self.failure.get().is_none() => {
+                    pace.begin();
                     if let Err(error) = self.run(work, &mut pace) {
                         self.fail(error);
                     }
@@ -286,10 +267,7 @@ impl Drop for LastWord<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let call = format!("the engine of {:?}", self.stream);
-            self.shared.fail(Error::Device {
-                call,
-                reason: "it panicked: a bug of this program".into(),
-            });
+            self.shared.fail(Error::Device { call, reason: "it panicked: a bug of this program".into() });
             self.shared.progress[self.stream.index()].reach(u64::MAX, 0);
         }
     }
@@ -297,9 +275,7 @@ impl Drop for LastWord<'_> {
 
 /// This rank's part of `full`.
 fn own_part(full: View, shard: View, rank: u64) -> View {
-    full.span
-        .part(rank * shard.span.bytes, shard.span.bytes)
-        .view(full.dtype)
+    full.span.part(rank * shard.span.bytes, shard.span.bytes).view(full.dtype)
 }
 
 /// Whether sums are defined in `dtype`.
@@ -317,19 +293,20 @@ pub(crate) struct Pace {
 impl Pace {
     /// `bytes_per_s`: none for as fast as memory or disk go.
     pub(crate) fn new(bytes_per_s: Option<f64>) -> Pace {
-        Pace {
-            ns_per_byte: bytes_per_s.map(|rate| 1e9 / rate),
-            due: Instant::now(),
-        }
+        Pace { ns_per_byte: bytes_per_s.map(|rate| 1e9 / rate), due: Instant::now() }
     }
 
     fn is_free(&self) -> bool {
         self.ns_per_byte.is_none()
     }
 
-    /// Time in which the engine had nothing to do is not saved up.
-    fn idle(&mut self) {
-        self.due = self.due.max(Instant::now());
+    /// A command begins. Time in which the engine had nothing to do is not saved up, but lateness (a sleep
+    /// that took too long) is made up for.
+    fn begin(&mut self) {
+        let now = Instant::now();
+        if now.saturating_duration_since(self.due) > LATENESS {
+            self.due = now;
+        }
     }
 
     /// `bytes` were copied: returns when the emulated link would be through with them.
@@ -337,15 +314,7 @@ impl Pace {
         let Some(ns_per_byte) = self.ns_per_byte else {
             return;
         };
-        let took = Duration::from_nanos((bytes as f64 * ns_per_byte) as u64);
-        let now = Instant::now();
-        // A gap longer than this piece was idleness between commands, not lateness to catch up with.
-        if now.duration_since(self.due) > took {
-            self.due = now.checked_sub(took).unwrap_or(now);
-        }
-        self.due += took;
-        if self.due > now {
-            std::thread::sleep(self.due - now);
-        }
+        self.due += Duration::from_nanos((bytes as f64 * ns_per_byte) as u64);
+        std::thread::sleep(self.due.saturating_duration_since(Instant::now()));
     }
 }

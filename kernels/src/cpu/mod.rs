@@ -407,7 +407,7 @@ impl Backend for Cpu {
             name: format!("CPU, {} threads", self.pool.current_num_threads()),
             available_bytes: self.device_bytes.unwrap_or_else(arena::available_memory),
             overhead_bytes: 0,
-            fused_attention: false,
+            fused_attention: true,
         }
     }
 

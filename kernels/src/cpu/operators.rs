@@ -7,9 +7,7 @@
 use super::Cpu;
 use super::ops::linear::{self, Residual};
 use super::ops::moments::{Gradient, Moment, Weights};
-use super::ops::{
-    Typed, attention, attention_plain, classify, convert, embed, norm, reduce, rope, swiglu, update,
-};
+use super::ops::{Typed, attention, attention_plain, classify, convert, embed, norm, reduce, rope, swiglu, update};
 use crate::ops::{Attention, Classify, Into, Linear, Operators, State, Update, control};
 use crate::{DType, Error, View};
 use half::{bf16, f16};
@@ -155,11 +153,7 @@ fn sizes(shape: Attention) -> attention::Shape {
 }
 
 fn layer(shape: Linear) -> linear::Shape {
-    linear::Shape {
-        tokens: shape.tokens as usize,
-        inputs: shape.inputs as usize,
-        outputs: shape.outputs as usize,
-    }
+    linear::Shape { tokens: shape.tokens as usize, inputs: shape.inputs as usize, outputs: shape.outputs as usize }
 }
 
 impl Operators for Cpu {
@@ -418,15 +412,7 @@ impl Operators for Cpu {
         }
     }
 
-    fn hessian(
-        &self,
-        gradient: View,
-        hessian: View,
-        beta2: f32,
-        tokens: f32,
-        inverse_loss_scale: f32,
-        control: View,
-    ) {
+    fn hessian(&self, gradient: View, hessian: View, beta2: f32, tokens: f32, inverse_loss_scale: f32, control: View) {
         let control: &[f32] = self.read(control, control::COUNT as usize);
         if control[control::FINITE as usize] == 0.0 {
             return;

@@ -44,10 +44,7 @@ impl Dry {
     #[track_caller]
     fn check_scratch(&self, scratch: View, needed: u64) {
         self.check(scratch.span);
-        assert!(
-            scratch.span.bytes >= needed,
-            "{scratch:?} is less than the {needed} bytes of scratch asked for"
-        );
+        assert!(scratch.span.bytes >= needed, "{scratch:?} is less than the {needed} bytes of scratch asked for");
     }
 }
 
@@ -73,11 +70,7 @@ impl Operators for Dry {
     fn embed(&self, ids: View, table: View, out: View, tokens: u64, hidden: u64, vocabulary: u64) {
         self.check_view(table, vocabulary * hidden);
         // Of the table, only the rows that are looked up.
-        self.memory_bound(&[
-            (ids, tokens),
-            (out, tokens * hidden),
-            (out, tokens * hidden),
-        ]);
+        self.memory_bound(&[(ids, tokens), (out, tokens * hidden), (out, tokens * hidden)]);
     }
 
     fn embed_backward(
@@ -94,31 +87,13 @@ impl Operators for Dry {
         into: Into,
     ) {
         self.check_view(d_table, vocabulary * hidden);
-        let rows = if into == Into::Replace {
-            vocabulary
-        } else {
-            distinct
-        };
+        let rows = if into == Into::Replace { vocabulary } else { distinct };
         let [written, read] = target(d_table, rows * hidden, into);
-        let sorted = [
-            (ids, tokens),
-            (order, tokens),
-            (starts, distinct + 1),
-            (d_out, tokens * hidden),
-        ];
+        let sorted = [(ids, tokens), (order, tokens), (starts, distinct + 1), (d_out, tokens * hidden)];
         self.memory_bound(&[sorted[0], sorted[1], sorted[2], sorted[3], written, read]);
     }
 
-    fn rmsnorm(
-        &self,
-        x: View,
-        weight: View,
-        out: View,
-        rstd: View,
-        tokens: u64,
-        hidden: u64,
-        _eps: f32,
-    ) {
+    fn rmsnorm(&self, x: View, weight: View, out: View, rstd: View, tokens: u64, hidden: u64, _eps: f32) {
         let all = tokens * hidden;
         self.memory_bound(&[(x, all), (weight, hidden), (out, all), (rstd, tokens)]);
     }
@@ -140,31 +115,14 @@ impl Operators for Dry {
         let all = tokens * hidden;
         let [written, read] = target(d_weight, hidden, into);
         let norm = [(d_out, all), (x, all), (weight, hidden), (rstd, tokens)];
-        self.memory_bound(&[
-            norm[0],
-            norm[1],
-            norm[2],
-            norm[3],
-            (d_x, all),
-            (d_x, all),
-            written,
-            read,
-        ]);
+        self.memory_bound(&[norm[0], norm[1], norm[2], norm[3], (d_x, all), (d_x, all), written, read]);
     }
 
     fn rmsnorm_scratch_bytes(&self, tokens: u64, columns: u64) -> u64 {
         (self.profile.rmsnorm_scratch_bytes)(tokens, columns)
     }
 
-    fn linear(
-        &self,
-        x: View,
-        w: View,
-        bias: Option<View>,
-        residual: Option<View>,
-        y: View,
-        shape: Linear,
-    ) {
+    fn linear(&self, x: View, w: View, bias: Option<View>, residual: Option<View>, y: View, shape: Linear) {
         let flops = self.product(x, w, y, shape);
         if let Some(bias) = bias {
             self.check_view(bias, shape.outputs);
@@ -194,15 +152,7 @@ impl Operators for Dry {
         });
     }
 
-    fn bias_backward(
-        &self,
-        d_y: View,
-        d_bias: View,
-        scratch: View,
-        tokens: u64,
-        outputs: u64,
-        into: Into,
-    ) {
+    fn bias_backward(&self, d_y: View, d_bias: View, scratch: View, tokens: u64, outputs: u64, into: Into) {
         self.check_scratch(scratch, self.rmsnorm_scratch_bytes(tokens, outputs));
         let [written, read] = target(d_bias, outputs, into);
         self.memory_bound(&[(d_y, tokens * outputs), written, read]);
@@ -211,11 +161,7 @@ impl Operators for Dry {
     fn rope(&self, qkv: View, table: View, shape: Attention, _inverse: bool) {
         self.check_view(qkv, shape.tokens() * shape.packed());
         let rotated = shape.tokens() * (shape.heads + shape.kv_heads) * shape.head_dim;
-        self.memory_bound(&[
-            (qkv, rotated),
-            (qkv, rotated),
-            (table, shape.sequence * shape.head_dim),
-        ]);
+        self.memory_bound(&[(qkv, rotated), (qkv, rotated), (table, shape.sequence * shape.head_dim)]);
     }
 
     fn attention(&self, qkv: View, out: View, stats: View, scratch: View, shape: Attention) {
@@ -253,36 +199,16 @@ impl Operators for Dry {
         self.memory_bound(&[(gate_up, tokens * 2 * ffn), (out, tokens * ffn)]);
     }
 
-    fn swiglu_backward(
-        &self,
-        d_out: View,
-        gate_up: View,
-        out: Option<View>,
-        tokens: u64,
-        ffn: u64,
-    ) {
+    fn swiglu_backward(&self, d_out: View, gate_up: View, out: Option<View>, tokens: u64, ffn: u64) {
         let (one, both) = (tokens * ffn, tokens * 2 * ffn);
         let again = out.map_or((d_out, 0), |out| (out, one));
         self.memory_bound(&[(d_out, one), (gate_up, both), (gate_up, both), again]);
     }
 
-    fn classify(
-        &self,
-        logits: View,
-        targets: View,
-        losses: View,
-        tokens: u64,
-        vocabulary: u64,
-        what: Classify,
-    ) {
+    fn classify(&self, logits: View, targets: View, losses: View, tokens: u64, vocabulary: u64, what: Classify) {
         let all = tokens * vocabulary;
         let written = if what == Classify::Loss { 0 } else { all };
-        self.memory_bound(&[
-            (logits, all),
-            (logits, written),
-            (targets, tokens),
-            (losses, tokens),
-        ]);
+        self.memory_bound(&[(logits, all), (logits, written), (targets, tokens), (losses, tokens)]);
     }
 
     fn sum(&self, values: View, total: View, into: Into) {
@@ -305,11 +231,7 @@ impl Operators for Dry {
         let [m_read, m_written] = both(state.first);
         // Without a master there is nothing more; Sophia's Hessian is only read.
         let [w_read, w_written] = state.master.map_or([(control, 0); 2], both);
-        let second = if matches!(update, Update::AdamW(_)) {
-            elements
-        } else {
-            0
-        };
+        let second = if matches!(update, Update::AdamW(_)) { elements } else { 0 };
         self.memory_bound(&[
             p_read,
             p_written,
@@ -324,11 +246,7 @@ impl Operators for Dry {
         ]);
         let tiers = [state.gradient, state.first, state.second].map(|view| view.span.tier);
         let one_place = tiers.iter().all(|&tier| tier == state.parameter.span.tier);
-        assert!(
-            one_place,
-            "the state of an update lies on one tier, not on {tiers:?} and {:?}",
-            state.parameter
-        );
+        assert!(one_place, "the state of an update lies on one tier, not on {tiers:?} and {:?}", state.parameter);
     }
 
     fn hessian(
@@ -341,12 +259,7 @@ impl Operators for Dry {
         control: View,
     ) {
         let elements = gradient.elements();
-        let touched = [
-            (gradient, elements),
-            (hessian, elements),
-            (hessian, elements),
-            (control, control::COUNT),
-        ];
+        let touched = [(gradient, elements), (hessian, elements), (hessian, elements), (control, control::COUNT)];
         self.memory_bound(&touched);
     }
 }

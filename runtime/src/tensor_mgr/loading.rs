@@ -2,7 +2,7 @@
 
 use super::StatefulTensorMgr;
 use crate::error::{Error, Result};
-use crate::plan::FILE_GRANULE;
+use crate::plan::placed_bytes;
 use crate::units::{ChunkId, GroupId, Role};
 use castor_kernels::{DType, Span, Stream, Tier, numeric};
 
@@ -118,7 +118,7 @@ impl StatefulTensorMgr {
             self.backend.download(home, &mut out)?;
             return Ok(out);
         }
-        let padded = home.bytes.div_ceil(FILE_GRANULE) * FILE_GRANULE;
+        let padded = placed_bytes(Tier::Nvme, home.bytes);
         let (stage, free) = self.take_staging(padded)?;
         let file = Span::new(Tier::Nvme, home.offset, padded);
         let read = self.transfer.copy(Stream::NvmeRead, file, stage, free)?;
@@ -174,7 +174,7 @@ impl StatefulTensorMgr {
             return Ok(self.backend.upload(home.part(offset, bytes.len() as u64), bytes)?);
         }
         // Offsets are multiples of the piece, so only the last piece ends within a file granule.
-        let padded = (bytes.len() as u64).div_ceil(FILE_GRANULE) * FILE_GRANULE;
+        let padded = placed_bytes(Tier::Nvme, bytes.len() as u64);
         let (stage, free) = self.take_staging(padded)?;
         self.join(free)?;
         self.backend.write_host(stage, bytes);

@@ -18,7 +18,7 @@ use crate::fence::Fence;
 use crate::layout::{Layout, TensorPlace};
 use crate::ledger::{Category, Ledger};
 use crate::mem_stats::MemStatsCollector;
-use crate::plan::{FILE_GRANULE, GRANULE, Plan, Prediction};
+use crate::plan::{FILE_GRANULE, GRANULE, Plan, Prediction, placed_bytes};
 use crate::region::Region;
 use crate::schedule::{Access, Pass, Schedule, ScheduledTick, Use, in_place};
 use crate::transfer::{Traffic, Transfer};
@@ -65,6 +65,13 @@ impl Lease {
     }
 }
 
+/// See [`StatefulTensorMgr::signature`].
+#[derive(PartialEq, Eq, Debug, Clone)]
+pub struct Signature {
+    copies: Vec<(ChunkId, u64, bool, u64)>,
+    holes: Vec<(u64, u64)>,
+}
+
 /// Owns the chunks, their places and their movement.
 pub struct StatefulTensorMgr {
     backend: Arc<dyn Backend>,
@@ -81,9 +88,9 @@ pub struct StatefulTensorMgr {
     tick: Option<Tick>,
     clock: u64,
     recording: Option<Vec<ScheduledTick>>,
-    recorded: [Schedule; 3],
+    recorded: [Schedule; Pass::ALL.len()],
     pass_began: Traffic,
-    pass_traffic: [Traffic; 3],
+    pass_traffic: [Traffic; Pass::ALL.len()],
     departures: u64,
     demand_fetches: u64,
 }
@@ -99,9 +106,8 @@ impl StatefulTensorMgr {
         let mut ledger = Ledger::default();
         let mut ends = [0u64; 3];
         let mut carve = |tier: Tier, category: Category, bytes: u64| {
-            let granule = if tier == Tier::Device { GRANULE } else { FILE_GRANULE };
             let span = Span::new(tier, ends[tier.index()], bytes);
-            let rounded = bytes.div_ceil(granule) * granule;
+            let rounded = placed_bytes(tier, bytes);
             ends[tier.index()] += rounded;
             ledger.reserve(tier, category, rounded);
             span
@@ -150,7 +156,7 @@ impl StatefulTensorMgr {
             recording: None,
             recorded: Default::default(),
             pass_began: Traffic::default(),
-            pass_traffic: [Traffic::default(); 3],
+            pass_traffic: [Traffic::default(); Pass::ALL.len()],
             departures: 0,
             demand_fetches: 0,
         })
@@ -240,13 +246,24 @@ impl StatefulTensorMgr {
         Prediction {
             ledger: self.ledger,
             window_peak: self.window.peak(),
+            train: Vec::new(),
+            cycle: 0,
             traffic: self.pass_traffic,
             ticks: Pass::ALL.map(|pass| self.collector.ticks(pass).to_vec()),
         }
     }
 
+    /// Everything that future decisions depend on: places and next uses of the working copies, holes of the window.
+    pub fn signature(&self) -> Signature {
+        let copies = self.chunks.iter().flatten().filter_map(|chunk| {
+            let copy = chunk.copy()?;
+            Some((chunk.id(), copy.span.offset, copy.whole, copy.due.saturating_sub(self.clock)))
+        });
+        Signature { copies: copies.collect(), holes: self.window.signature() }
+    }
+
     /// The schedules that passes without a record have made.
-    pub fn recorded(&self) -> [Schedule; 3] {
+    pub fn recorded(&self) -> [Schedule; Pass::ALL.len()] {
         self.recorded.clone()
     }
 
@@ -469,7 +486,7 @@ impl StatefulTensorMgr {
             Tier::Device => (home, home_ready.and(free)),
             Tier::Host => (own, self.transfer.copy(Stream::HostToDevice, home, own, home_ready.and(free))?),
             Tier::Nvme => {
-                let padded = home.bytes.div_ceil(FILE_GRANULE) * FILE_GRANULE;
+                let padded = placed_bytes(Tier::Nvme, home.bytes);
                 let (stage, stage_free) = self.take_staging(padded)?;
                 let file = Span::new(Tier::Nvme, home.offset, padded);
                 let read = self.transfer.copy(Stream::NvmeRead, file, stage, home_ready.and(stage_free))?;
@@ -520,7 +537,7 @@ impl StatefulTensorMgr {
                 (done, done)
             }
             Tier::Nvme => {
-                let padded = home.bytes.div_ceil(FILE_GRANULE) * FILE_GRANULE;
+                let padded = placed_bytes(Tier::Nvme, home.bytes);
                 let (stage, stage_free) = self.take_staging(padded)?;
                 let target = stage.part(0, home.bytes);
                 let staged = self.transfer.copy(Stream::DeviceToHost, source, target, written.and(stage_free))?;
@@ -555,7 +572,12 @@ impl StatefulTensorMgr {
     fn note_regions(&mut self) {
         debug_assert_eq!(
             self.window.used(),
-            self.chunks.iter().flatten().filter_map(|c| c.copy()).map(|c| self.window.rounded(c.span.bytes)).sum::<u64>(),
+            self.chunks
+                .iter()
+                .flatten()
+                .filter_map(|c| c.copy())
+                .map(|c| self.window.rounded(c.span.bytes))
+                .sum::<u64>(),
             "L1: the window holds exactly the working copies"
         );
         self.ledger.set_live(Tier::Device, Category::Window, self.window.used());

@@ -58,22 +58,20 @@ pub fn forward<T: Element>(qkv: &[T], out: &mut [T], stats: &mut [f32], scratch:
     for ((qkv, out), stats) in batches.zip(stats.chunks_exact_mut(sequence * shape.heads)) {
         for (head, stats) in stats.chunks_exact_mut(sequence).enumerate() {
             let rows = out.par_chunks_mut(TILE * shape.width()).zip(stats.par_chunks_mut(TILE));
-            rows.zip(scratch.par_chunks_mut(TILE * sequence)).enumerate().for_each(
-                |(task, ((out, stats), scores))| {
-                    let rows = stats.len();
-                    let scores = &mut scores[..rows * sequence];
-                    softmax_rows(qkv, rows_of(task, rows), head, scores, shape, |i, stat| stats[i] = stat);
-                    with_scratch((sequence + rows) * d, |scratch| {
-                        let (v, o) = scratch.split_at_mut(sequence * d);
-                        let v = load(qkv, shape.packed(), 0..sequence, shape.v(head / shape.group()), d, v);
-                        let p = Matrix::new(scores, rows, sequence, sequence);
-                        multiply(p, Matrix::new(v, sequence, d, d), o, false);
-                        for (out, o) in out.chunks_exact_mut(shape.width()).zip(o.chunks_exact(d)) {
-                            T::narrow_slice(o, &mut out[shape.q(head)..][..d]);
-                        }
-                    });
-                },
-            );
+            rows.zip(scratch.par_chunks_mut(TILE * sequence)).enumerate().for_each(|(task, ((out, stats), scores))| {
+                let rows = stats.len();
+                let scores = &mut scores[..rows * sequence];
+                softmax_rows(qkv, rows_of(task, rows), head, scores, shape, |i, stat| stats[i] = stat);
+                with_scratch((sequence + rows) * d, |scratch| {
+                    let (v, o) = scratch.split_at_mut(sequence * d);
+                    let v = load(qkv, shape.packed(), 0..sequence, shape.v(head / shape.group()), d, v);
+                    let p = Matrix::new(scores, rows, sequence, sequence);
+                    multiply(p, Matrix::new(v, sequence, d, d), o, false);
+                    for (out, o) in out.chunks_exact_mut(shape.width()).zip(o.chunks_exact(d)) {
+                        T::narrow_slice(o, &mut out[shape.q(head)..][..d]);
+                    }
+                });
+            });
         }
     }
 }

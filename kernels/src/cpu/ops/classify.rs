@@ -12,7 +12,13 @@ pub fn first_invalid(targets: &[i32], vocabulary: usize) -> Option<usize> {
 
 /// See [`crate::Operators::classify`]. logits `[T,V]`, targets and losses `[T]`. A target that is no token
 /// counts as [`IGNORED`].
-pub fn classify<T: Element>(logits: &mut [T], targets: &mut [i32], losses: &mut [f32], vocabulary: usize, what: Classify) {
+pub fn classify<T: Element>(
+    logits: &mut [T],
+    targets: &mut [i32],
+    losses: &mut [f32],
+    vocabulary: usize,
+    what: Classify,
+) {
     let rows = logits.par_chunks_exact_mut(vocabulary).zip(targets).zip(losses).enumerate();
     rows.for_each(|(row, ((logits, target), loss))| {
         if usize::try_from(*target).map_or(true, |t| t >= vocabulary) {

@@ -39,14 +39,7 @@ pub enum Residual<'a, T> {
 }
 
 /// `y = x·wᵀ (+ bias) (+ residual)`, rounded once.
-pub fn forward<T: Element>(
-    x: &[T],
-    w: &[T],
-    bias: Option<&[T]>,
-    residual: Residual<'_, T>,
-    y: &mut [T],
-    shape: Shape,
-) {
+pub fn forward<T: Element>(x: &[T], w: &[T], bias: Option<&[T]>, residual: Residual<'_, T>, y: &mut [T], shape: Shape) {
     let x = Operand { data: x, width: shape.inputs, inner_is_row: false };
     let w = Operand { data: w, width: shape.inputs, inner_is_row: false };
     product(x, w, y, shape.outputs, shape.inputs, |row, columns, tile, target| {

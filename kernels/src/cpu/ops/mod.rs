@@ -246,38 +246,4 @@ pub fn sigmoid(x: f32) -> f32 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn exp_is_within_two_units_in_the_last_place() {
-        for i in 0..200_000 {
-            let x = -87.2 + 175.5 * (i as f32 / 200_000.0);
-            let truth = (x as f64).exp();
-            let error = (exp(x) as f64 - truth).abs() / truth;
-            assert!(error <= 2.0 * f32::EPSILON as f64, "exp({x}) is off by {error:e}");
-        }
-        assert_eq!(exp(0.0), 1.0);
-        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
-        assert_eq!(exp(-1e30), 0.0);
-        assert_eq!(exp(1e30), f32::INFINITY);
-        assert!(exp(f32::NAN).is_nan());
-    }
-
-    #[test]
-    fn narrowing_rounds_to_nearest_even_in_slices_and_one_by_one() {
-        let values: Vec<f32> = (0..3000)
-            .map(|i| f32::from_bits(0x3000_0000 + (crate::rng::bits(5, i, 0) as u32 & 0x1FFF_F000)))
-            .collect();
-        let mut half = vec![f16::ZERO; values.len()];
-        f16::narrow_slice(&values, &mut half);
-        let mut brain = vec![bf16::ZERO; values.len()];
-        bf16::narrow_slice(&values, &mut brain);
-        for (i, &x) in values.iter().enumerate() {
-            assert_eq!(half[i], f16::narrow(x));
-            assert_eq!(brain[i], bf16::narrow(x));
-        }
-        assert_eq!(bf16::narrow(1.0 + 1.0 / 256.0).to_f32(), 1.0);
-        assert_eq!(bf16::narrow(1.0 + 3.0 / 256.0).to_f32(), 1.0 + 4.0 / 256.0);
-    }
-}
+mod tests;

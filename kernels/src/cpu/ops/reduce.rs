@@ -40,11 +40,7 @@ pub fn square_sum<T: Element>(x: &[T]) -> f64 {
 }
 
 /// The shape of the tree depends on the length alone, so the bits do not depend on the threads.
-fn tree<T: Sync, S: Send>(
-    values: &[T],
-    leaf: &(impl Fn(&[T]) -> S + Sync),
-    add: &(impl Fn(S, S) -> S + Sync),
-) -> S {
+fn tree<T: Sync, S: Send>(values: &[T], leaf: &(impl Fn(&[T]) -> S + Sync), add: &(impl Fn(S, S) -> S + Sync)) -> S {
     if values.len() <= LEAF {
         return leaf(values);
     }
@@ -55,12 +51,7 @@ fn tree<T: Sync, S: Send>(
 }
 
 /// `target[c] (+)= Σ_{t<rows} term(t, c)`, rows in order in blocks of [`ROWS`].
-pub fn column_sums<G: Element>(
-    rows: usize,
-    target: &mut [G],
-    into: Into,
-    term: impl Fn(usize, usize) -> f32 + Sync,
-) {
+pub fn column_sums<G: Element>(rows: usize, target: &mut [G], into: Into, term: impl Fn(usize, usize) -> f32 + Sync) {
     target.par_chunks_mut(COLUMNS).enumerate().for_each(|(block, target)| {
         let first = block * COLUMNS;
         let mut total = [0.0f32; COLUMNS];

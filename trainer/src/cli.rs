@@ -1,0 +1,381 @@
+//! The command line: what may be typed, turned into one [`Command`].
+//!
+//! Owns the command tree and its errors. The training flags are rows of the settings' table, so they are
+//! defined once; what `castor run` does with its own flags is the launcher's business.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Arg, ArgAction, ArgMatches};
+
+use crate::data::{DataSpec, OnBadRecord};
+use crate::error::{Error, Result};
+use crate::settings::raw::{Origin, Raw};
+use crate::settings::table::{self, FLAGS, IGNORED, Kind, SHORTHANDS};
+use crate::settings::{Settings, boolean, nearest};
+use crate::weights::ExportDType;
+
+/// What the user asks for.
+#[derive(Debug)]
+pub enum Command {
+    /// `castor run …`: everything after `run`, for the launcher.
+    Run(Vec<OsString>),
+    /// `castor train …`
+    Train(Box<Settings>),
+    /// `castor plan …`
+    Plan {
+        /// The run to plan.
+        settings: Box<Settings>,
+        /// Whether the plan is printed as JSON.
+        json: bool,
+    },
+    /// `castor parity …`
+    Parity {
+        /// Model and how it is computed.
+        settings: Box<Settings>,
+        /// safetensors with input_ids and labels.
+        batch: PathBuf,
+        /// safetensors with what is expected.
+        expect: Option<PathBuf>,
+        /// Where to write what came out.
+        out: Option<PathBuf>,
+        /// Largest relative error that passes.
+        tolerance: f64,
+    },
+    /// `castor data pack …`
+    DataPack {
+        /// What is packed.
+        spec: DataSpec,
+        /// `bytes` or a path.
+        tokenizer: String,
+        /// Folder to write.
+        out: PathBuf,
+    },
+    /// `castor export CHECKPOINT OUT`
+    Export {
+        /// Checkpoint folder.
+        checkpoint: PathBuf,
+        /// Folder to write.
+        out: PathBuf,
+        /// How weights are stored.
+        dtype: ExportDType,
+    },
+    /// `castor report RUN_DIR`
+    Report(PathBuf),
+    /// `castor doctor`
+    Doctor {
+        /// Whether links, memory, disk and GEMM are measured.
+        bench: bool,
+    },
+    /// Help, the version or `--print_config`: text to print.
+    Text(String),
+}
+
+/// Parses the process's arguments, program name first.
+///
+/// # Errors
+/// [`Error::Usage`] in one sentence, with the flag that was probably meant.
+pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
+    let args: Vec<OsString> = args.into_iter().collect();
+    // The launcher reads its own flags; clap would take them for ours.
+    if args.get(1).is_some_and(|word| word == "run") {
+        return Ok(Command::Run(args[2..].to_vec()));
+    }
+    let matches = match tree().try_get_matches_from(args.into_iter().map(one_spelling)) {
+        Ok(matches) => matches,
+        Err(error) => {
+            return match error.kind() {
+                ErrorKind::DisplayHelp
+                | ErrorKind::DisplayVersion
+                | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Ok(Command::Text(error.to_string())),
+                _ => Err(usage(&error)),
+            };
+        }
+    };
+    match matches.subcommand() {
+        Some(("train", matches)) => match training(matches)? {
+            Asked::Run(settings) => Ok(Command::Train(settings)),
+            Asked::Print(text) => Ok(Command::Text(text)),
+        },
+        Some(("plan", matches)) => match training(matches)? {
+            Asked::Run(settings) => Ok(Command::Plan { settings, json: matches.get_flag("json") }),
+            Asked::Print(text) => Ok(Command::Text(text)),
+        },
+        Some(("parity", matches)) => match training(matches)? {
+            Asked::Run(settings) => Ok(Command::Parity {
+                settings,
+                batch: required(matches, "batch").into(),
+                expect: value(matches, "expect").map(PathBuf::from),
+                out: value(matches, "out").map(PathBuf::from),
+                tolerance: required(matches, "tolerance").parse().ok().filter(|t| *t >= 0.0).ok_or_else(|| {
+                    Error::Usage(format!(
+                        "--tolerance is {}; a number of at least 0 was expected",
+                        required(matches, "tolerance")
+                    ))
+                })?,
+            }),
+            Asked::Print(text) => Ok(Command::Text(text)),
+        },
+        Some(("data", matches)) => pack(matches),
+        Some(("export", matches)) => Ok(Command::Export {
+            checkpoint: required(matches, "checkpoint").into(),
+            out: required(matches, "out").into(),
+            dtype: match required(matches, "dtype").as_str() {
+                "fp32" => ExportDType::F32,
+                "fp16" => ExportDType::F16,
+                _ => ExportDType::Bf16,
+            },
+        }),
+        Some(("report", matches)) => Ok(Command::Report(required(matches, "run_dir").into())),
+        Some(("doctor", matches)) => Ok(Command::Doctor { bench: matches.get_flag("bench") }),
+        _ => unreachable!("clap asks for a sub-command"),
+    }
+}
+
+enum Asked {
+    Run(Box<Settings>),
+    Print(String),
+}
+
+/// Long names with `_` only, and `--no_flag` as `--flag=false`: every later table has one spelling.
+fn one_spelling(arg: OsString) -> OsString {
+    let Some(name) = arg.to_str().and_then(|text| text.strip_prefix("--")) else {
+        return arg;
+    };
+    let (name, value) = match name.split_once('=') {
+        Some((name, value)) => (name, Some(value)),
+        None => (name, None),
+    };
+    let name = name.replace('-', "_");
+    let negated = name.strip_prefix("no_").filter(|name| {
+        table::find(name).is_some_and(|flag| flag.kind == Kind::Switch)
+            || SHORTHANDS.iter().any(|short| short.names.contains(name))
+    });
+    match (negated, value) {
+        (Some(name), None) => format!("--{name}=false"),
+        (_, Some(value)) => format!("--{name}={value}"),
+        (_, None) => format!("--{name}"),
+    }
+    .into()
+}
+
+/// The settings that `train`, `plan` and `parity` share.
+fn training(matches: &ArgMatches) -> Result<Asked> {
+    let mut raw = Raw::default();
+    let mut notices = Vec::new();
+    for flag in FLAGS {
+        if let Some(values) = matches.get_many::<String>(flag.key) {
+            raw.set(flag.key, values.cloned().collect(), Origin::Flag)?;
+        }
+    }
+    for short in SHORTHANDS {
+        let Some(text) = value(matches, short.names[0]) else {
+            continue;
+        };
+        match boolean(&text) {
+            Some(true) => raw.set(short.key, vec![short.value.into()], Origin::Flag)?,
+            Some(false) => {}
+            None => {
+                return Err(Error::Usage(format!("--{} is {text}; true or false was expected", short.names[0])));
+            }
+        }
+    }
+    for ignored in IGNORED {
+        for name in ignored.names {
+            if matches.contains_id(name) {
+                notices.push(format!("--{name} is accepted and changes nothing: {}", ignored.why));
+            }
+        }
+    }
+    raw.read_config()?;
+    let settings = Settings::resolve(&raw, notices)?;
+    Ok(match matches.get_flag("print_config") {
+        true => Asked::Print(raw.print()),
+        false => Asked::Run(Box::new(settings)),
+    })
+}
+
+fn pack(matches: &ArgMatches) -> Result<Command> {
+    let Some(("pack", matches)) = matches.subcommand() else { unreachable!("clap asks for a sub-command") };
+    let inputs = matches.get_many::<String>("input").into_iter().flatten().cloned().collect();
+    Ok(Command::DataPack {
+        spec: DataSpec {
+            text_field: required(matches, "text_field"),
+            on_bad_record: match required(matches, "on_bad_record").as_str() {
+                "skip" => OnBadRecord::Skip,
+                _ => OnBadRecord::Stop,
+            },
+            bos: !matches.get_flag("no_add_bos"),
+            eos: !matches.get_flag("no_add_eos"),
+            ..DataSpec::new(inputs)
+        },
+        tokenizer: required(matches, "tokenizer"),
+        out: required(matches, "out").into(),
+    })
+}
+
+fn value(matches: &ArgMatches, id: &str) -> Option<String> {
+    matches.get_one::<String>(id).cloned()
+}
+
+fn required(matches: &ArgMatches, id: &str) -> String {
+    value(matches, id).expect("clap checks required arguments and fills in defaults")
+}
+
+fn tree() -> clap::Command {
+    let command = |name: &'static str, about: &'static str| clap::Command::new(name).about(about);
+    let path = |id: &'static str, help: &'static str| Arg::new(id).required(true).help(help);
+    let option = |id: &'static str, help: &'static str| Arg::new(id).long(id).help(help);
+    let switch = |id: &'static str, help: &'static str| Arg::new(id).long(id).action(ArgAction::SetTrue).help(help);
+    let pack = command("pack", "Tokenise text once, into a file that every run maps")
+        .arg(path("input", "Text and jsonl files, folders, globs").num_args(1..))
+        .arg(option("tokenizer", "`bytes`, a tokenizer.json or its folder").required(true))
+        .arg(option("out", "Folder to write").required(true))
+        .arg(option("text_field", "Name of the text in a JSON record").default_value("text"))
+        .arg(option("on_bad_record", "stop, or skip and count").value_parser(["stop", "skip"]).default_value("stop"))
+        .arg(switch("no_add_bos", "No BOS before documents"))
+        .arg(switch("no_add_eos", "No EOS after documents"));
+    clap::Command::new("castor")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("Trains Llama models beyond one GPU's memory: device, host and NVMe as one")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .disable_help_subcommand(true)
+        .after_help("Exit codes: 0 done, 1 failed, 2 wrong command line or input, 3 does not fit, 130/143 interrupted")
+        .subcommand(command("run", "Start one process per device: castor run --nproc_per_node 2 train …"))
+        .subcommand(training_flags(command("train", "Train: one rank, or the rank the environment names")))
+        .subcommand(
+            training_flags(command("plan", "Say where every byte would be and how long a step takes"))
+                .arg(switch("json", "Print the plan as JSON")),
+        )
+        .subcommand(
+            training_flags(command("parity", "One forward and backward on a batch, held against expected tensors"))
+                .arg(option("batch", "safetensors with input_ids and labels").required(true))
+                .arg(option("expect", "safetensors with loss and gradients"))
+                .arg(option("out", "Where to write loss and gradients"))
+                .arg(option("tolerance", "Largest relative error that passes").default_value("1e-4")),
+        )
+        .subcommand(
+            command("data", "Prepare data").subcommand_required(true).arg_required_else_help(true).subcommand(pack),
+        )
+        .subcommand(
+            command("export", "Checkpoint to a Hugging Face folder")
+                .arg(path("checkpoint", "Checkpoint folder"))
+                .arg(path("out", "Folder to write"))
+                .arg(
+                    option("dtype", "How weights are stored")
+                        .value_parser(["bf16", "fp16", "fp32"])
+                        .default_value("bf16"),
+                ),
+        )
+        .subcommand(
+            command("report", "Render the report of a recorded run").arg(path("run_dir", "The run's --output_dir")),
+        )
+        .subcommand(
+            command("doctor", "What this machine has, what is missing and what to do")
+                .arg(switch("bench", "Measure links, memory, disk and GEMM")),
+        )
+}
+
+/// Adds the table's flags, their other names, and `--print_config`.
+fn training_flags(mut command: clap::Command) -> clap::Command {
+    for flag in FLAGS {
+        let mut arg = Arg::new(flag.key)
+            .long(flag.key)
+            .aliases(flag.aliases)
+            .allow_negative_numbers(true)
+            .value_name("V")
+            .help_heading(flag.group);
+        arg = match flag.kind {
+            Kind::Value => arg.num_args(1),
+            Kind::List => arg.num_args(1..).action(ArgAction::Append),
+            Kind::Switch => arg.num_args(0..=1).default_missing_value("true"),
+            Kind::OrJust(value) => arg.num_args(0..=1).default_missing_value(value),
+        };
+        if let Some(short) = flag.short {
+            arg = arg.short(short);
+        }
+        command = command.arg(match flag.default {
+            "" => arg.help(flag.help),
+            default => arg.help(format!("{} [{default}]", flag.help)),
+        });
+    }
+    for short in SHORTHANDS {
+        let mut arg = boolean_flag(short.names[0])
+            .aliases(&short.names[1..])
+            .help(format!("--{} {}", short.key, short.value))
+            .help_heading("Short for");
+        if let Some(letter) = short.short {
+            arg = arg.short(letter);
+        }
+        command = command.arg(arg);
+    }
+    for ignored in IGNORED {
+        for (index, name) in ignored.names.iter().enumerate() {
+            let mut arg = boolean_flag(name).hide(true);
+            if let (0, Some(letter)) = (index, ignored.short) {
+                arg = arg.short(letter);
+            }
+            command = command.arg(arg);
+        }
+    }
+    command
+        .arg(
+            Arg::new("print_config")
+                .long("print_config")
+                .action(ArgAction::SetTrue)
+                .help("Print every setting with its origin, as a training TOML, and end"),
+        )
+        .args_override_self(true)
+}
+
+/// `--name`, or `--name value`.
+fn boolean_flag(name: &'static str) -> Arg {
+    Arg::new(name).long(name).num_args(0..=1).default_missing_value("true").value_name("V")
+}
+
+/// clap's error as one sentence, with the flag that was probably meant.
+fn usage(error: &clap::Error) -> Error {
+    let context = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    let meant = |near: Option<&str>, dashes: &str| {
+        near.map(|near| format!("; did you mean {dashes}{near}?")).unwrap_or_default()
+    };
+    Error::Usage(match error.kind() {
+        ErrorKind::UnknownArgument => {
+            let typed = context(ContextKind::InvalidArg).unwrap_or_default();
+            let name = typed.trim_start_matches('-').split('=').next().unwrap_or_default().replace('-', "_");
+            match table::REFUSED.iter().find(|(refused, _)| *refused == name) {
+                Some((_, why)) => format!("--{name}: {why}"),
+                None if typed.starts_with("--") => {
+                    format!("unknown flag {typed}{}", meant(nearest(&name, table::names()), "--"))
+                }
+                None if typed.starts_with('-') => format!("unknown flag {typed}"),
+                None => format!("{typed} is not expected here: values follow a flag"),
+            }
+        }
+        ErrorKind::InvalidSubcommand => {
+            let typed = context(ContextKind::InvalidSubcommand).unwrap_or_default();
+            let tree = tree();
+            let names: Vec<&str> = tree.get_subcommands().map(clap::Command::get_name).collect();
+            format!(
+                "unknown command {typed}{} (commands: {})",
+                meant(nearest(&typed, names.iter().copied()), ""),
+                names.join(", ")
+            )
+        }
+        _ => {
+            let text = error.to_string();
+            let text = text.strip_prefix("error: ").unwrap_or(&text);
+            let sentence = text.split("\n\nUsage").next().unwrap_or(text);
+            let sentence = sentence.split("\n\nFor more").next().unwrap_or(sentence);
+            sentence.split_whitespace().collect::<Vec<_>>().join(" ")
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,366 @@
+//! The fields of a `config.json`, one by one: type, range, default, and what is refused or only noted.
+//!
+//! The rule: what this trainer would compute differently from what the file asks is refused by name; what
+//! cannot change the result of pretraining is noted once. Errors are clauses; the caller adds the path.
+
+use serde_json::{Map, Value};
+
+use super::{ModelConfig, RopeScaling};
+
+type Outcome<T> = std::result::Result<T, String>;
+
+/// No count in a model's shape comes near this; larger values are typing errors that would overflow sizes.
+const COUNT_MAX: u64 = 1 << 31;
+
+/// Fields that are read, checked, or known to be without effect here.
+const KNOWN: &[&str] = &[
+    "_name_or_path",
+    "architectures",
+    "attention_bias",
+    "attention_dropout",
+    "attn_implementation",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "max_position_embeddings",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "pad_token_id",
+    "partial_rotary_factor",
+    "pretraining_tp",
+    "quantization_config",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "use_sliding_window",
+    "vocab_size",
+];
+
+/// A JSON object with the checks that its fields need.
+pub(super) struct Fields<'a> {
+    map: &'a Map<String, Value>,
+    /// Prefix of field names in messages, e.g. "rope_scaling.".
+    inside: &'static str,
+}
+
+impl<'a> Fields<'a> {
+    pub(super) fn of(value: &'a Value) -> Outcome<Fields<'a>> {
+        match value {
+            Value::Object(map) => Ok(Fields { map, inside: "" }),
+            other => Err(format!("a JSON object was expected, not {}", kind(other))),
+        }
+    }
+
+    /// The whole shape.
+    pub(super) fn model(&self, notices: &mut Vec<String>) -> Outcome<ModelConfig> {
+        self.check_architecture()?;
+        let hidden_size = self.count("hidden_size", None)?;
+        let num_attention_heads = self.count("num_attention_heads", None)?;
+        let num_key_value_heads = self.count("num_key_value_heads", Some(num_attention_heads))?;
+        if num_key_value_heads > num_attention_heads || !num_attention_heads.is_multiple_of(num_key_value_heads) {
+            return Err(format!(
+                "num_key_value_heads is {num_key_value_heads}, which does not divide \
+                 num_attention_heads {num_attention_heads}"
+            ));
+        }
+        self.notes(notices)?;
+        let (rope_theta, rope_scaling) = self.rope(notices)?;
+        let config = ModelConfig {
+            vocab_size: self.count("vocab_size", None)?,
+            hidden_size,
+            intermediate_size: self.count("intermediate_size", None)?,
+            num_hidden_layers: self.count("num_hidden_layers", None)?,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim: self.head_dim(hidden_size, num_attention_heads)?,
+            rms_norm_eps: self.positive("rms_norm_eps", Some(1e-6))? as f32,
+            rope_theta,
+            rope_scaling,
+            max_position_embeddings: self.count("max_position_embeddings", Some(2048))?,
+            attention_bias: self.boolean("attention_bias", false)?,
+            mlp_bias: self.boolean("mlp_bias", false)?,
+            tie_word_embeddings: self.boolean("tie_word_embeddings", false)?,
+            initializer_range: self.positive("initializer_range", Some(0.02))?,
+        };
+        self.note_padding(config.vocab_size, notices)?;
+        // Shapes up to here fit u64 only one by one; the sum must too (2^50 parameters are 1000 trillion).
+        let rough = u128::from(config.num_hidden_layers)
+            * u128::from(config.hidden_size)
+            * (u128::from(config.intermediate_size) * 3 + u128::from(config.num_attention_heads * config.head_dim) * 4)
+            + u128::from(config.vocab_size) * u128::from(config.hidden_size) * 2;
+        if rough > 1 << 50 {
+            return Err(format!(
+                "the sizes give about {rough} parameters, which is beyond any machine; one of \
+                 hidden_size, intermediate_size, num_hidden_layers, vocab_size is mistyped"
+            ));
+        }
+        Ok(config)
+    }
+
+    fn check_architecture(&self) -> Outcome<()> {
+        match self.map.get("model_type") {
+            None | Some(Value::Null) => {}
+            Some(Value::String(name)) if name == "llama" => {}
+            Some(other) => {
+                return Err(format!(
+                    "model_type is {other}, and only \"llama\" is trained here: other families \
+                     differ in ways that the weights do not show"
+                ));
+            }
+        }
+        if let Some(Value::Array(names)) = self.map.get("architectures")
+            && let Some(other) = names.iter().find(|name| *name != "LlamaForCausalLM" && *name != "LlamaModel")
+        {
+            return Err(format!("architectures names {other}; \"LlamaForCausalLM\" is what is trained here"));
+        }
+        match self.map.get("hidden_act") {
+            None => {}
+            Some(Value::String(name)) if name == "silu" || name == "swish" => {}
+            Some(other) => {
+                return Err(format!("hidden_act is {other}; only \"silu\" is implemented"));
+            }
+        }
+        if self.number("attention_dropout")?.unwrap_or(0.0) != 0.0 {
+            return Err(format!(
+                "attention_dropout is {}; dropout is not implemented, set it to 0",
+                self.map["attention_dropout"]
+            ));
+        }
+        if self.number("partial_rotary_factor")?.unwrap_or(1.0) != 1.0 {
+            return Err(format!(
+                "partial_rotary_factor is {}; only 1 is implemented",
+                self.map["partial_rotary_factor"]
+            ));
+        }
+        match self.map.get("quantization_config") {
+            None | Some(Value::Null) => Ok(()),
+            Some(_) => Err("quantization_config is set; quantised weights cannot be trained, use the \
+                 original model"
+                .into()),
+        }
+    }
+
+    fn head_dim(&self, hidden_size: u64, heads: u64) -> Outcome<u64> {
+        let head_dim = match self.map.get("head_dim") {
+            None | Some(Value::Null) if hidden_size.is_multiple_of(heads) => hidden_size / heads,
+            None | Some(Value::Null) => {
+                return Err(format!(
+                    "hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}, \
+                     and head_dim is not given"
+                ));
+            }
+            Some(_) => self.count("head_dim", None)?,
+        };
+        if !head_dim.is_multiple_of(2) {
+            return Err(format!("head_dim is {head_dim}, and rotary embedding turns pairs: it must be even"));
+        }
+        Ok(head_dim)
+    }
+
+    /// θ and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+    fn rope(&self, notices: &mut Vec<String>) -> Outcome<(f64, RopeScaling)> {
+        let outer = self.positive("rope_theta", Some(10_000.0))?;
+        let new = self.object("rope_parameters")?;
+        let old = self.object("rope_scaling")?;
+        let Some(parameters) = &new else {
+            return Ok((outer, old.map_or(Ok(RopeScaling::Default), |o| o.scaling(notices))?));
+        };
+        if let Some((kind, _)) = parameters.map.iter().find(|(_, v)| v.is_object()) {
+            return Err(format!(
+                "rope_parameters.{kind} is an object: a rotary embedding per kind of layer is not \
+                 implemented"
+            ));
+        }
+        let theta = parameters.positive("rope_theta", Some(outer))?;
+        if self.map.contains_key("rope_theta") && theta != outer {
+            notices.push(format!("rope_theta is {outer} and rope_parameters.rope_theta is {theta}; {theta} is used"));
+        }
+        let scaling = parameters.scaling(notices)?;
+        if let Some(old) = old
+            && old.scaling(&mut Vec::new())? != scaling
+        {
+            return Err("rope_scaling and rope_parameters ask for different scalings; keep one".into());
+        }
+        Ok((theta, scaling))
+    }
+
+    fn scaling(&self, notices: &mut Vec<String>) -> Outcome<RopeScaling> {
+        let name = match (self.map.get("rope_type"), self.map.get("type")) {
+            (None, None) if self.map.keys().all(|key| key == "rope_theta") => {
+                return Ok(RopeScaling::Default);
+            }
+            (None, None) => {
+                return Err(format!("{}rope_type is missing", self.inside));
+            }
+            (Some(new), Some(old)) if new != old => {
+                notices.push(format!("{0}rope_type is {new} and {0}type is {old}; {new} is used", self.inside));
+                new
+            }
+            (Some(name), _) | (None, Some(name)) => name,
+        };
+        let factor = || match self.positive("factor", None)? {
+            factor if factor < 1.0 => {
+                Err(format!("{}factor is {factor}; it stretches positions and must be at least 1", self.inside))
+            }
+            factor => Ok(factor),
+        };
+        match name.as_str() {
+            Some("default") => Ok(RopeScaling::Default),
+            Some("linear") => Ok(RopeScaling::Linear { factor: factor()? }),
+            Some("llama3") => {
+                const NEEDED: [&str; 4] =
+                    ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
+                let missing: Vec<_> = NEEDED.into_iter().filter(|key| !self.map.contains_key(*key)).collect();
+                if !missing.is_empty() {
+                    return Err(format!(
+                        "{}rope_type \"llama3\" needs {}, which the file does not give",
+                        self.inside,
+                        missing.join(", ")
+                    ));
+                }
+                let low_freq_factor = self.positive("low_freq_factor", None)?;
+                let high_freq_factor = self.positive("high_freq_factor", None)?;
+                if high_freq_factor <= low_freq_factor {
+                    return Err(format!(
+                        "{}high_freq_factor is {high_freq_factor}; it must be above \
+                         low_freq_factor {low_freq_factor}",
+                        self.inside
+                    ));
+                }
+                Ok(RopeScaling::Llama3 {
+                    factor: factor()?,
+                    low_freq_factor,
+                    high_freq_factor,
+                    original_max_position_embeddings: self.count("original_max_position_embeddings", None)?,
+                })
+            }
+            _ => Err(format!("{}rope_type is {name}; default, linear and llama3 are implemented", self.inside)),
+        }
+    }
+
+    fn notes(&self, notices: &mut Vec<String>) -> Outcome<()> {
+        for key in ["torch_dtype", "dtype"] {
+            match self.map.get(key) {
+                None | Some(Value::Null) => {}
+                Some(Value::String(name)) => match name.strip_prefix("torch.").unwrap_or(name) {
+                    "float32" | "float16" | "bfloat16" | "float64" => {}
+                    "bf16" | "fp16" | "fp32" | "half" | "float" => {
+                        notices.push(format!("{key} \"{name}\" is read as its long name"));
+                    }
+                    _ => {
+                        return Err(format!("{key} is \"{name}\"; float32, float16 and bfloat16 are known"));
+                    }
+                },
+                Some(other) => {
+                    return Err(format!("{key} is {}, a name was expected", kind(other)));
+                }
+            }
+        }
+        if self.number("pretraining_tp")?.unwrap_or(1.0) != 1.0 {
+            notices.push("pretraining_tp does not change the result and is ignored".into());
+        }
+        if self.map.get("sliding_window").is_some_and(|v| !v.is_null()) {
+            notices.push("sliding_window has no meaning for a llama model and is ignored".into());
+        }
+        if self.map.get("tie_word_embeddings") == Some(&Value::Null) {
+            notices.push("tie_word_embeddings is null and read as false".into());
+        }
+        let unknown: Vec<_> = self.map.keys().map(String::as_str).filter(|key| !KNOWN.contains(key)).collect();
+        if !unknown.is_empty() {
+            notices.push(format!("these fields are not known and ignored: {}", unknown.join(", ")));
+        }
+        Ok(())
+    }
+
+    /// Rows are packed, so padding never happens; an id outside the table is only worth a word.
+    fn note_padding(&self, vocab_size: u64, notices: &mut Vec<String>) -> Outcome<()> {
+        let pad = self.number("pad_token_id")?;
+        if pad.is_some_and(|pad| pad >= vocab_size as f64) {
+            notices.push(format!(
+                "pad_token_id is {}, not below vocab_size {vocab_size}; packed rows need no \
+                 padding, so it is ignored",
+                self.map["pad_token_id"]
+            ));
+        }
+        Ok(())
+    }
+
+    /// A whole number ≥ 1; absent or null gives the default.
+    fn count(&self, key: &str, default: Option<u64>) -> Outcome<u64> {
+        let value = match self.map.get(key) {
+            None | Some(Value::Null) => {
+                return default.ok_or_else(|| format!("{}{key} is missing", self.inside));
+            }
+            Some(value) => value,
+        };
+        match value.as_u64() {
+            Some(count @ 1..=COUNT_MAX) => Ok(count),
+            _ => Err(format!("{}{key} is {value}; a whole number from 1 to {COUNT_MAX} was expected", self.inside)),
+        }
+    }
+
+    /// A number > 0; only absence gives the default, null is refused.
+    fn positive(&self, key: &str, default: Option<f64>) -> Outcome<f64> {
+        let Some(value) = self.map.get(key) else {
+            return default.ok_or_else(|| format!("{}{key} is missing", self.inside));
+        };
+        match value.as_f64() {
+            Some(number) if number > 0.0 => Ok(number),
+            _ => Err(format!("{}{key} is {value}; a number above 0 was expected", self.inside)),
+        }
+    }
+
+    fn number(&self, key: &str) -> Outcome<Option<f64>> {
+        match self.map.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => value
+                .as_f64()
+                .map(Some)
+                .ok_or_else(|| format!("{}{key} is {value}; a number was expected", self.inside)),
+        }
+    }
+
+    fn boolean(&self, key: &str, default: bool) -> Outcome<bool> {
+        match self.map.get(key) {
+            None | Some(Value::Null) => Ok(default),
+            Some(Value::Bool(value)) => Ok(*value),
+            Some(other) => Err(format!("{key} is {other}; true or false was expected")),
+        }
+    }
+
+    fn object(&self, key: &'static str) -> Outcome<Option<Fields<'a>>> {
+        match self.map.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(Fields {
+                map,
+                inside: if key == "rope_scaling" { "rope_scaling." } else { "rope_parameters." },
+            })),
+            Some(other) => Err(format!("{key} is {other}; an object was expected")),
+        }
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}

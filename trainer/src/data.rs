@@ -1,0 +1,109 @@
+//! From files to training rows: text or tokens in, rows of S tokens and the order of their use out.
+//!
+//! Owns the tokenizer, the readers of text and token files, packing into rows ([`PackedRows`], a [`Rows`]),
+//! the order of rows over epochs and ranks ([`Sampler`]) and `castor data pack`. Everything is a function of
+//! the files and the seed, so all ranks agree without talking. It never guesses: a file whose format is not
+//! plain from its name and header is refused with the flag that says it.
+//!
+//! [`Rows`]: crate::source::Rows
+
+mod files;
+mod pack;
+mod packed;
+mod sampler;
+mod text;
+mod tokenizer;
+mod tokens;
+
+use std::path::PathBuf;
+
+pub use pack::{PackSummary, pack};
+pub use packed::PackedRows;
+pub use sampler::{Order, Sampler, held_out};
+pub use text::OnBadRecord;
+pub use tokenizer::Tokenizer;
+pub use tokens::{TokenFile, TokenFormat};
+
+use crate::error::{Error, Result};
+
+/// What `--data` and its companions ask for.
+#[derive(Clone, Debug)]
+pub struct DataSpec {
+    /// Files, folders and globs, as given.
+    pub inputs: Vec<String>,
+    /// Name of the text in a JSON record.
+    pub text_field: String,
+    /// What a record that cannot be used does.
+    pub on_bad_record: OnBadRecord,
+    /// Format of token files whose header does not say it.
+    pub token_format: Option<TokenFormat>,
+    /// Whether each document begins with the tokenizer's BOS.
+    pub bos: bool,
+    /// Whether each document ends with the tokenizer's EOS.
+    pub eos: bool,
+}
+
+impl DataSpec {
+    /// The given inputs, everything else at its default: BOS and EOS added, the first bad record stops.
+    pub fn new(inputs: Vec<String>) -> DataSpec {
+        DataSpec {
+            inputs,
+            text_field: "text".into(),
+            on_bad_record: OnBadRecord::Stop,
+            token_format: None,
+            bos: true,
+            eos: true,
+        }
+    }
+}
+
+/// Opens the data as rows of `length` tokens for a model with `vocabulary` table rows. The second value holds
+/// what to tell the user: how much was read, what was left over, what was skipped.
+///
+/// # Errors
+/// [`Error::Usage`] naming file and line or offset; or how many tokens the smallest usable data would have.
+pub fn open(
+    spec: &DataSpec,
+    tokenizer: &Tokenizer,
+    length: usize,
+    vocabulary: u64,
+) -> Result<(PackedRows, Vec<String>)> {
+    let mut notices = Vec::new();
+    let paths = files::expand(&spec.inputs, &mut notices)?;
+    let (tokens, texts): (Vec<PathBuf>, Vec<PathBuf>) = paths.into_iter().partition(|path| tokens::is_token_file(path));
+    if !tokens.is_empty() && !texts.is_empty() {
+        return Err(Error::Usage(format!(
+            "--data mixes token files ({}) and text ({}); pack the text first with `castor data pack`",
+            tokens[0].display(),
+            texts[0].display()
+        )));
+    }
+    let rows = if tokens.is_empty() {
+        tokenizer.check_fits(vocabulary)?;
+        let mut ids = Vec::new();
+        let documents = text::tokenize(spec, tokenizer, &texts, &mut notices, &mut |document| {
+            ids.extend_from_slice(document);
+            Ok(())
+        })?;
+        notices.push(format!(
+            "{} tokens from {documents} documents in {} files, each document {}",
+            ids.len(),
+            texts.len(),
+            tokenizer.framing(spec.bos, spec.eos)
+        ));
+        PackedRows::from_ids(ids, length)
+    } else {
+        let mut files = Vec::with_capacity(tokens.len());
+        for path in &tokens {
+            let file = TokenFile::open(path, spec.token_format)?;
+            file.check_vocabulary(vocabulary)?;
+            files.push(file);
+        }
+        PackedRows::from_files(files, length)
+    }?;
+    notices.push(rows.summary());
+    Ok((rows, notices))
+}
+
+#[cfg(test)]
+mod tests;

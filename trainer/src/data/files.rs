@@ -1,0 +1,174 @@
+//! Which files an input names: a file, a folder, or a glob.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// Endings that a folder is searched for; anything else must be named or matched by a glob.
+const FOLDER_ENDINGS: &[&str] = &["txt", "jsonl", "json", "bin", "idx"];
+/// Folders within folders beyond this are taken for a loop.
+const DEPTH_MAX: usize = 64;
+
+/// The files of all inputs, each once, in a fixed order: as given, a folder's or glob's sorted by path.
+///
+/// Names that begin with a dot are never matched (editors' and archivers' leavings), symbolic links to folders
+/// are not followed.
+///
+/// # Errors
+/// If an input names nothing.
+pub(super) fn expand(inputs: &[String], notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
+    if inputs.is_empty() {
+        return Err(Error::Usage("no data: give --data with a text, jsonl or token file, a folder or a glob".into()));
+    }
+    let mut all: Vec<PathBuf> = Vec::new();
+    for input in inputs {
+        let path = Path::new(input);
+        let found = if path.is_file() {
+            vec![path.to_path_buf()]
+        } else if path.is_dir() {
+            folder(path, notices)?
+        } else if input.contains(['*', '?']) {
+            glob(input)?
+        } else {
+            return Err(Error::Usage(format!("--data {input}: there is no such file or folder")));
+        };
+        for path in found {
+            // An .idx stands for the .bin beside it.
+            let path = if path.extension().is_some_and(|e| e == "idx") { path.with_extension("bin") } else { path };
+            if !all.contains(&path) {
+                all.push(path);
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    walk(root, 0, &mut files)?;
+    let ending = |path: &Path| path.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
+    let total = files.len();
+    if let Some(parquet) = files.iter().find(|p| ending(p).is_some_and(|e| e == "parquet" || e == "arrow")) {
+        return Err(super::text::refuse_columnar(parquet));
+    }
+    files.retain(|path| ending(path).is_some_and(|e| FOLDER_ENDINGS.contains(&e.as_str())));
+    if files.is_empty() {
+        return Err(Error::Usage(format!(
+            "--data {}: none of its {total} files ends in .{}; a glob such as '{0}/**/*.rs' takes any text file",
+            root.display(),
+            FOLDER_ENDINGS.join(", .")
+        )));
+    }
+    if files.len() < total {
+        notices.push(format!(
+            "{}: {} of {total} files are read, the others end in none of .{}",
+            root.display(),
+            files.len(),
+            FOLDER_ENDINGS.join(", .")
+        ));
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn glob(pattern: &str) -> Result<Vec<PathBuf>> {
+    let parts: Vec<&str> = pattern.split('/').collect();
+    let plain = parts.iter().take_while(|part| !part.contains(['*', '?'])).count();
+    let root = match parts[..plain].join("/") {
+        root if root.is_empty() && pattern.starts_with('/') => PathBuf::from("/"),
+        root if root.is_empty() => PathBuf::from("."),
+        root => PathBuf::from(root),
+    };
+    let mut files = Vec::new();
+    if root.is_dir() {
+        walk(&root, 0, &mut files)?;
+    }
+    files.retain(|path| {
+        let inside = path.strip_prefix(&root).unwrap_or(path);
+        let names: Vec<&str> = inside.iter().filter_map(|name| name.to_str()).collect();
+        matches(&parts[plain..], &names)
+    });
+    if files.is_empty() {
+        return Err(Error::Usage(format!("--data {pattern}: no file matches")));
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Whether path parts match pattern parts; `**` stands for any number of folders.
+fn matches(pattern: &[&str], path: &[&str]) -> bool {
+    match (pattern.split_first(), path.split_first()) {
+        (None, None) => true,
+        (Some((&"**", rest)), _) => (0..=path.len()).any(|skip| matches(rest, &path[skip..])),
+        (Some((part, rest)), Some((name, names))) => {
+            part_matches(part.as_bytes(), name.as_bytes()) && matches(rest, names)
+        }
+        _ => false,
+    }
+}
+
+fn part_matches(pattern: &[u8], name: &[u8]) -> bool {
+    match pattern.split_first() {
+        None => name.is_empty(),
+        Some((b'*', rest)) => (0..=name.len()).any(|skip| part_matches(rest, &name[skip..])),
+        Some((b'?', rest)) => !name.is_empty() && part_matches(rest, &name[1..]),
+        Some((byte, rest)) => name.first() == Some(byte) && part_matches(rest, &name[1..]),
+    }
+}
+
+fn walk(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<()> {
+    let failed = |e: std::io::Error| Error::Usage(format!("{}: cannot be listed: {e}", folder.display()));
+    if depth > DEPTH_MAX {
+        return Err(Error::Usage(format!("{}: more than {DEPTH_MAX} folders deep", folder.display())));
+    }
+    for entry in std::fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        if entry.file_name().as_encoded_bytes().starts_with(b".") {
+            continue;
+        }
+        let kind = entry.file_type().map_err(failed)?;
+        if kind.is_dir() {
+            walk(&entry.path(), depth + 1, files)?;
+        } else if entry.path().is_file() {
+            files.push(entry.path());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn globs_match_by_folder() {
+        let yes = |pattern: &str, path: &str| {
+            let split = |s: &str| s.split('/').map(str::to_owned).collect::<Vec<_>>();
+            let (pattern, path) = (split(pattern), split(path));
+            matches(
+                &pattern.iter().map(String::as_str).collect::<Vec<_>>(),
+                &path.iter().map(String::as_str).collect::<Vec<_>>(),
+            )
+        };
+        assert!(yes("**/*.rs", "a.rs") && yes("**/*.rs", "x/y/a.rs") && yes("x/*/a?.rs", "x/y/ab.rs"));
+        assert!(!yes("*.rs", "x/a.rs") && !yes("**/*.rs", "a.md") && !yes("x/**", "y/a"));
+    }
+
+    #[test]
+    fn dot_files_are_skipped_and_order_is_fixed() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b.jsonl", "._b.jsonl", ".b.swp", "README", "b.jsonl.gz", "a.txt"] {
+            std::fs::write(folder.path().join(name), "{}").unwrap();
+        }
+        let mut notices = Vec::new();
+        let root = folder.path().display().to_string();
+        let found = expand(&[root.clone(), format!("{root}/*.txt")], &mut notices).unwrap();
+        let names: Vec<_> = found.iter().map(|p| p.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["a.txt", "b.jsonl"]);
+        assert!(notices[0].contains("2 of 4 files"), "{notices:?}");
+        for missing in ["nowhere.txt".to_string(), format!("{root}/*.py")] {
+            assert!(expand(std::slice::from_ref(&missing), &mut notices).unwrap_err().to_string().contains(&missing));
+        }
+        assert!(expand(&[], &mut notices).is_err());
+    }
+}

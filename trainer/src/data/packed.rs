@@ -1,0 +1,101 @@
+//! Tokens cut into rows of S: no padding, nothing repeated, the remainder said.
+
+use super::TokenFile;
+use crate::error::{Error, Result};
+use crate::source::Rows;
+
+/// Rows of S tokens over ids in memory or over mapped token files. A row begins where the last one ended, so
+/// documents run across rows; every token is its own label (the model is never asked for a row's first token).
+#[derive(Debug)]
+pub struct PackedRows {
+    ids: Ids,
+    /// First row of each file, and the number of all rows at the end. One part for ids in memory.
+    starts: Vec<u64>,
+    length: usize,
+    remainder: u64,
+}
+
+#[derive(Debug)]
+enum Ids {
+    Memory(Vec<u32>),
+    Files(Vec<TokenFile>),
+}
+
+impl PackedRows {
+    /// Rows over `ids`, which the tokenizer's check has shown to fit i32.
+    ///
+    /// # Errors
+    /// If there are fewer ids than one row, with the number that is needed.
+    pub fn from_ids(ids: Vec<u32>, length: usize) -> Result<PackedRows> {
+        let tokens = ids.len() as u64;
+        PackedRows::new(Ids::Memory(ids), &[tokens], length)
+    }
+
+    /// Rows over token files; each file's remainder is its own.
+    ///
+    /// # Errors
+    /// If no file holds one row, with the number of tokens that is needed.
+    pub fn from_files(files: Vec<TokenFile>, length: usize) -> Result<PackedRows> {
+        let tokens: Vec<u64> = files.iter().map(TokenFile::len).collect();
+        PackedRows::new(Ids::Files(files), &tokens, length)
+    }
+
+    fn new(ids: Ids, tokens: &[u64], length: usize) -> Result<PackedRows> {
+        assert!(length > 0, "a row has at least one token");
+        let mut starts = vec![0];
+        let mut remainder = 0;
+        for tokens in tokens {
+            starts.push(starts[starts.len() - 1] + tokens / length as u64);
+            remainder += tokens % length as u64;
+        }
+        let rows = PackedRows { ids, starts, length, remainder };
+        if rows.is_empty() {
+            let most = tokens.iter().max().copied().unwrap_or(0);
+            return Err(Error::Usage(match most {
+                0 => "the data is empty: no token was found".into(),
+                _ => format!(
+                    "the data has {most} tokens and one sequence needs {length}; give at least {length} tokens or \
+                     --max_length {most}"
+                ),
+            }));
+        }
+        Ok(rows)
+    }
+
+    /// One line for the log: rows, length and what is left over.
+    pub fn summary(&self) -> String {
+        format!("{} sequences of {} tokens, {} tokens left over at the end", self.len(), self.length, self.remainder)
+    }
+
+    /// Tokens that fill no row.
+    pub const fn remainder(&self) -> u64 {
+        self.remainder
+    }
+}
+
+impl Rows for PackedRows {
+    fn len(&self) -> u64 {
+        self.starts[self.starts.len() - 1]
+    }
+
+    fn length(&self) -> usize {
+        self.length
+    }
+
+    fn row(&self, index: u64, ids: &mut [i32], labels: &mut [i32]) -> Result<()> {
+        assert!(index < self.len(), "row {index} of {}", self.len());
+        assert_eq!((ids.len(), labels.len()), (self.length, self.length));
+        let part = self.starts.partition_point(|start| *start <= index) - 1;
+        let first = (index - self.starts[part]) * self.length as u64;
+        match &self.ids {
+            Ids::Memory(all) => {
+                for (id, source) in ids.iter_mut().zip(&all[first as usize..]) {
+                    *id = *source as i32;
+                }
+            }
+            Ids::Files(files) => files[part].read(first, ids),
+        }
+        labels.copy_from_slice(ids);
+        Ok(())
+    }
+}

@@ -1,0 +1,224 @@
+//! A run's record: `train_log.jsonl`, and the two result files that Hugging Face's scripts write.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::progress::{Rate, StepRecord};
+use super::write_whole;
+use crate::error::{Error, Result};
+
+/// Name of the log in the run's folder.
+pub const FILE: &str = "train_log.jsonl";
+
+/// A line of the log.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+enum Line {
+    /// Begins a session: configuration, plan, machine; whatever the run wants to remember.
+    Header { run: Value },
+    /// A step.
+    Step(StepRecord),
+    /// Ends a session: its metrics, or why it ended.
+    Footer { results: Value },
+}
+
+/// The log while it is written. Each line is on disk, as far as the system is concerned, before the next step.
+pub struct RunLog {
+    file: File,
+    path: PathBuf,
+}
+
+impl RunLog {
+    /// Opens the log of a session, behind those of earlier sessions, and writes its header.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with path and reason.
+    pub fn begin(run_dir: &Path, header: Value) -> Result<RunLog> {
+        let path = run_dir.join(FILE);
+        let open = || {
+            std::fs::create_dir_all(run_dir)?;
+            OpenOptions::new().create(true).append(true).open(&path)
+        };
+        let file = open()
+            .map_err(|error| Error::Failed(format!("{} cannot be opened for writing: {error}", path.display())))?;
+        let mut log = RunLog { file, path };
+        log.line(&Line::Header { run: header })?;
+        Ok(log)
+    }
+
+    /// Writes a step.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with path and reason.
+    pub fn step(&mut self, record: &StepRecord) -> Result<()> {
+        self.line(&Line::Step(record.clone()))
+    }
+
+    /// Ends the session.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with path and reason.
+    pub fn end(mut self, results: Value) -> Result<()> {
+        self.line(&Line::Footer { results })
+    }
+
+    fn line(&mut self, line: &Line) -> Result<()> {
+        let failed =
+            |reason: String| Error::Failed(format!("{}: a line cannot be written: {reason}", self.path.display()));
+        let mut text = serde_json::to_vec(line).map_err(|error| failed(error.to_string()))?;
+        text.push(b'\n');
+        self.file.write_all(&text).map_err(|error| failed(error.to_string()))
+    }
+
+    /// Reads the log of a folder; none if there is no such file.
+    ///
+    /// A step that was trained again after a resume counts once, with its last values; a last line cut by a crash
+    /// is left out.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with file, line and reason.
+    pub fn read(run_dir: &Path) -> Result<Option<Run>> {
+        let path = run_dir.join(FILE);
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::Usage(format!("{}: {error}", path.display()))),
+        };
+        let mut run = Run::default();
+        let mut steps = BTreeMap::new();
+        let cut = !text.ends_with('\n');
+        let lines: Vec<&str> = text.lines().collect();
+        for (index, line) in lines.iter().enumerate() {
+            match serde_json::from_str(line) {
+                Ok(Line::Header { run: header }) => run.header = header,
+                Ok(Line::Footer { results }) => run.footer = Some(results),
+                Ok(Line::Step(record)) => {
+                    // A resumed session repeats steps from its checkpoint on: those after it never happened.
+                    drop(steps.split_off(&record.step));
+                    steps.insert(record.step, record);
+                }
+                Err(_) if cut && index + 1 == lines.len() => {}
+                Err(error) => {
+                    return Err(Error::Usage(format!("{}, line {}: {error}", path.display(), index + 1)));
+                }
+            }
+        }
+        run.steps = steps.into_values().collect();
+        Ok(Some(run))
+    }
+}
+
+/// A log that was read.
+#[derive(Clone, Debug, Default)]
+pub struct Run {
+    /// The last session's header.
+    pub header: Value,
+    /// Every step once, in order.
+    pub steps: Vec<StepRecord>,
+    /// The last session's end; none if it never got there.
+    pub footer: Option<Value>,
+}
+
+impl Run {
+    /// Tokens per second over the last steady steps.
+    pub fn tokens_per_second(&self) -> Option<f64> {
+        let mut rate = Rate::default();
+        for step in &self.steps {
+            rate.push(step.tokens, step.seconds);
+        }
+        rate.tokens_per_second()
+    }
+}
+
+/// Writes `train_results.json`, and adds the same values to `all_results.json`: raw values, sorted, indented by
+/// four.
+///
+/// # Errors
+/// [`Error::Failed`] with path and reason.
+pub fn write_results(run_dir: &Path, values: &BTreeMap<String, Value>) -> Result<()> {
+    write_whole(&run_dir.join("train_results.json"), &pretty(values))?;
+    let all = run_dir.join("all_results.json");
+    // A file of an earlier session that cannot be read any more is replaced.
+    let mut merged: BTreeMap<String, Value> =
+        std::fs::read(&all).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+    merged.extend(values.clone());
+    write_whole(&all, &pretty(&merged))
+}
+
+fn pretty(values: &BTreeMap<String, Value>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let indent = serde_json::ser::PrettyFormatter::with_indent(b"    ");
+    let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, indent);
+    // Writing strings and numbers to memory cannot fail.
+    let _ = values.serialize(&mut serializer);
+    bytes.push(b'\n');
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn record(step: u64, loss: f64) -> StepRecord {
+        StepRecord { step, loss, tokens: 10, seconds: 0.1, ..StepRecord::default() }
+    }
+
+    #[test]
+    fn what_was_written_is_read_and_a_resumed_step_counts_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let run_dir = folder.path().join("run");
+        let mut log = RunLog::begin(&run_dir, json!({"session": 1})).unwrap();
+        for step in 1..=5 {
+            log.step(&record(step, step as f64)).unwrap();
+        }
+        drop(log);
+        let mut log = RunLog::begin(&run_dir, json!({"session": 2})).unwrap();
+        for step in 3..=4 {
+            log.step(&record(step, 30.0)).unwrap();
+        }
+        log.step(&record(5, f64::NAN)).unwrap();
+        log.end(json!({"train_loss": 1.5})).unwrap();
+        let run = RunLog::read(&run_dir).unwrap().unwrap();
+        assert_eq!(run.header, json!({"session": 2}));
+        let losses: Vec<f64> = run.steps.iter().map(|step| step.loss).collect();
+        assert_eq!(losses[..4], [1.0, 2.0, 30.0, 30.0]);
+        assert!(losses[4].is_nan());
+        assert_eq!(run.footer, Some(json!({"train_loss": 1.5})));
+    }
+
+    #[test]
+    fn a_cut_last_line_is_left_out_and_a_broken_middle_one_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = RunLog::begin(folder.path(), Value::Null).unwrap();
+        log.step(&record(1, 1.0)).unwrap();
+        drop(log);
+        let path = folder.path().join(FILE);
+        let whole = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, format!("{whole}{{\"kind\":\"st")).unwrap();
+        assert_eq!(RunLog::read(folder.path()).unwrap().unwrap().steps.len(), 1);
+        std::fs::write(&path, format!("{{\"kind\":\n{whole}")).unwrap();
+        let message = RunLog::read(folder.path()).unwrap_err().to_string();
+        assert!(message.contains("train_log.jsonl, line 1"), "{message}");
+    }
+
+    #[test]
+    fn result_files_are_sorted_and_merged() {
+        let folder = tempfile::tempdir().unwrap();
+        let all = folder.path().join("all_results.json");
+        std::fs::write(&all, "{\"eval_loss\": 2.5, \"epoch\": 1.0}").unwrap();
+        let values = BTreeMap::from([("train_loss".into(), json!(4.0)), ("epoch".into(), json!(2.0))]);
+        write_results(folder.path(), &values).unwrap();
+        let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+        assert_eq!(read("train_results.json"), "{\n    \"epoch\": 2.0,\n    \"train_loss\": 4.0\n}\n");
+        assert_eq!(
+            read("all_results.json"),
+            "{\n    \"epoch\": 2.0,\n    \"eval_loss\": 2.5,\n    \"train_loss\": 4.0\n}\n"
+        );
+    }
+}

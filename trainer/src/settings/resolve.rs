@@ -1,0 +1,299 @@
+//! From text to [`Settings`]: one value at a time, each refusal one sentence with flag, value and range.
+
+use std::path::PathBuf;
+
+use super::raw::{Origin, Raw};
+use super::values::{boolean, size};
+use super::{
+    BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings, OptimizerKind,
+    OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind, ScheduleSettings,
+    Settings, StateFormat, Warmup,
+};
+use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
+use crate::error::{Error, Result};
+use crate::plugin::{self, Placement};
+
+/// A row is at most this long; beyond it lies a typing error, not a context length.
+const LENGTH_MAX: u64 = 1 << 24;
+
+impl Settings {
+    /// Resolves what the command line and the file it names say.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for the first value that is wrong.
+    pub(crate) fn resolve(raw: &Raw, notices: Vec<String>) -> Result<Settings> {
+        let optimizer = optimizer(raw)?;
+        let settings = Settings {
+            model_config: path(raw, "model_config"),
+            model: path(raw, "model"),
+            tokenizer: raw.values("tokenizer").concat(),
+            data: data(raw)?,
+            max_length: count(raw, "max_length", 1)?.min(LENGTH_MAX + 1) as usize,
+            seed: count(raw, "seed", 0)?,
+            order: match switch(raw, "shuffle")? {
+                true => Order::Shuffled { seed: count(raw, "seed", 0)? },
+                false => Order::Sequential,
+            },
+            batch_size: count(raw, "batch_size", 1)?,
+            gradient_accumulation_steps: count(raw, "gradient_accumulation_steps", 1)?,
+            max_steps: max_steps(raw)?,
+            num_epochs: number(raw, "num_epochs", "a number above 0", |x| x > 0.0 && x < 1e9)?,
+            optimizer,
+            schedule: schedule(raw)?,
+            precision: precision(raw)?,
+            memory: memory(raw)?,
+            output: output(raw)?,
+            backend: backend(raw)?,
+            notices,
+        };
+        if settings.max_length as u64 > LENGTH_MAX {
+            return Err(raw.refuse("max_length", &format!("at most {LENGTH_MAX} was expected")));
+        }
+        if settings.model.is_some() && settings.model_config.is_some() {
+            return Err(Error::Usage(
+                "--model brings its own config.json; leave out --model_config (or the config.json of --config)".into(),
+            ));
+        }
+        Ok(settings)
+    }
+}
+
+fn data(raw: &Raw) -> Result<DataSpec> {
+    Ok(DataSpec {
+        inputs: raw.values("data"),
+        text_field: raw.values("text_field").concat(),
+        on_bad_record: raw.choice("on_bad_record", &[("stop", OnBadRecord::Stop), ("skip", OnBadRecord::Skip)])?,
+        token_format: match raw.values("token_format").is_empty() {
+            true => None,
+            false => Some(raw.choice(
+                "token_format",
+                &[("llmc", TokenFormat::LlmC), ("nanogpt", TokenFormat::NanoGpt), ("megatron", TokenFormat::Megatron)],
+            )?),
+        },
+        bos: switch(raw, "add_bos")?,
+        eos: switch(raw, "add_eos")?,
+    })
+}
+
+fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
+    let kind = raw.choice(
+        "optimizer",
+        &[
+            ("adamw", OptimizerKind::AdamW),
+            ("sophia", OptimizerKind::Sophia),
+            ("adamw_torch", OptimizerKind::AdamW),
+            ("adamw_torch_fused", OptimizerKind::AdamW),
+            ("adamw_hf", OptimizerKind::AdamW),
+            ("sophiag", OptimizerKind::Sophia),
+        ],
+    )?;
+    let beta = |text: &str| text.trim().parse().ok().filter(|beta| (0.0..1.0).contains(beta));
+    let mut betas = raw
+        .optional("betas", "two numbers in [0, 1), as in 0.9,0.999,", |text| {
+            let (first, second) = text.trim_matches(['(', ')', '[', ']']).split_once(',')?;
+            Some((beta(first)?, beta(second)?))
+        })?
+        .unwrap_or(match kind {
+            OptimizerKind::AdamW => (0.9, 0.999),
+            OptimizerKind::Sophia => (0.965, 0.99),
+        });
+    if let Some(beta1) = raw.optional("adam_beta1", "a number in [0, 1)", beta)? {
+        betas.0 = beta1;
+    }
+    if let Some(beta2) = raw.optional("adam_beta2", "a number in [0, 1)", beta)? {
+        betas.1 = beta2;
+    }
+    let clip = number(raw, "grad_clip", "0 (off) or a number above it", |x| x >= 0.0)?;
+    Ok(OptimizerSettings {
+        kind,
+        weight_decay: number(raw, "weight_decay", "a number of at least 0", |x| x >= 0.0)? as f32,
+        betas,
+        eps: number(raw, "eps", "a number above 0", |x| x as f32 > 0.0)? as f32,
+        grad_clip: (clip > 0.0).then_some(clip as f32),
+        sophia_rho: number(raw, "sophia_rho", "a number above 0", |x| x > 0.0)? as f32,
+        hessian_interval: count(raw, "hessian_interval", 1)?,
+    })
+}
+
+fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
+    let convention =
+        raw.choice("lr_convention", &[("hf", LrConvention::HuggingFace), ("colossalai", LrConvention::ColossalAi)])?;
+    let steps = number(raw, "warmup_steps", "a number of updates (below 1: a share of them)", |x| {
+        (0.0..1.0).contains(&x) || (x >= 1.0 && x.fract() == 0.0 && x < 9e15)
+    })?;
+    let ratio = number(raw, "warmup_ratio", "a number from 0 to 1", |x| (0.0..=1.0).contains(&x))?;
+    Ok(ScheduleSettings {
+        kind: raw.choice(
+            "lr_scheduler_type",
+            &[
+                ("linear", ScheduleKind::Linear),
+                ("cosine", ScheduleKind::Cosine),
+                ("constant", ScheduleKind::Constant),
+                ("constant_with_warmup", ScheduleKind::Constant),
+            ],
+        )?,
+        lr: number(raw, "lr", "a number above 0", |x| x > 0.0)?,
+        warmup: match steps {
+            steps if steps >= 1.0 => Warmup::Steps(steps as u64),
+            steps if steps > 0.0 => Warmup::Ratio(steps),
+            _ => Warmup::Ratio(ratio),
+        },
+        convention,
+        min_lr_ratio: raw.optional("min_lr_ratio", "a number from 0 to 1", ratio_of)?.unwrap_or(match convention {
+            LrConvention::HuggingFace => 0.0,
+            LrConvention::ColossalAi => 0.1,
+        }),
+    })
+}
+
+fn precision(raw: &Raw) -> Result<PrecisionSettings> {
+    let positive = |key| number(raw, key, "a number above 0", |x| x > 0.0 && x.is_finite());
+    let fixed = number(raw, "loss_scale", "0 (dynamic) or a number above it", |x| x >= 0.0)?;
+    let loss_scale = LossScale {
+        fixed: (fixed > 0.0).then_some(fixed as f32),
+        initial: positive("initial_scale")? as f32,
+        min: positive("min_scale")? as f32,
+        max: positive("max_scale")? as f32,
+        growth_interval: count(raw, "growth_interval", 1)?,
+        hysteresis: count(raw, "hysteresis", 1)?,
+    };
+    if !(loss_scale.min..=loss_scale.max).contains(&loss_scale.initial) {
+        return Err(raw.refuse(
+            "initial_scale",
+            &format!("it must lie between --min_scale {} and --max_scale {}", loss_scale.min, loss_scale.max),
+        ));
+    }
+    Ok(PrecisionSettings {
+        compute: raw.choice(
+            "mixed_precision",
+            &[("no", Precision::Fp32), ("fp16", Precision::Fp16), ("bf16", Precision::Bf16), ("fp32", Precision::Fp32)],
+        )?,
+        states: raw.choice(
+            "optimizer_states",
+            &[("fp32", StateFormat::Fp32), ("bf16", StateFormat::Bf16), ("8bit", StateFormat::Int8)],
+        )?,
+        bf16_gradients: raw.choice("gradient_dtype", &[("fp32", false), ("bf16", true)])?,
+        loss_scale,
+    })
+}
+
+fn memory(raw: &Raw) -> Result<MemorySettings> {
+    let plugin = match raw.values("fsdp").concat() {
+        words if words.is_empty() => plugin::find(&raw.values("plugin").concat())?,
+        words if raw.origin("plugin") == Origin::Default => plugin::from_fsdp(&words)?,
+        words => {
+            return Err(Error::Usage(format!(
+                "--fsdp \"{words}\" and --plugin {} both choose the sharding; give one",
+                raw.values("plugin").concat()
+            )));
+        }
+    };
+    let budget = |key| raw.parse(key, "auto, a size such as 80GiB or 512MB, or a share such as 50%,", Budget::parse);
+    let fraction = |key| number(raw, key, "a number from 0 to 1", |x| (0.0..=1.0).contains(&x));
+    if plugin.placement != Placement::Static {
+        for key in ["shard_param_frac", "offload_param_frac", "offload_optim_frac"] {
+            if raw.origin(key) != Origin::Default {
+                return Err(
+                    raw.refuse(key, &format!("only --plugin gemini reads it, and the plugin is {}", plugin.name))
+                );
+            }
+        }
+    }
+    let nvme = path(raw, "nvme");
+    if nvme.is_none() && raw.origin("nvme_capacity") != Origin::Default {
+        return Err(raw.refuse("nvme_capacity", "it needs --nvme with the folder to use"));
+    }
+    Ok(MemorySettings {
+        plugin,
+        device: budget("device_memory")?,
+        host: budget("host_memory")?,
+        nvme,
+        nvme_capacity: budget("nvme_capacity")?,
+        shard_param_frac: fraction("shard_param_frac")?,
+        offload_param_frac: fraction("offload_param_frac")?,
+        offload_optim_frac: fraction("offload_optim_frac")?,
+        recompute: raw.choice(
+            "recompute",
+            &[
+                ("auto", Recompute::Auto),
+                ("none", Recompute::None),
+                ("full", Recompute::Full),
+                ("selective", Recompute::Selective),
+            ],
+        )?,
+        flash_attention: switch(raw, "flash_attention")?,
+        prefetch: raw.parse("prefetch", "auto or a size", |text| match text {
+            "auto" => Some(None),
+            text => size(text).map(Some),
+        })?,
+        warmup_steps: count(raw, "warmup_steps_memory", 1)?,
+    })
+}
+
+fn output(raw: &Raw) -> Result<OutputSettings> {
+    let every = |key| raw.parse(key, "a whole number of updates, a share below 1, or 0", Every::parse);
+    Ok(OutputSettings {
+        dir: raw.values("output_dir").concat().into(),
+        save: every("save_steps")?,
+        save_total_limit: raw.optional("save_total_limit", "a whole number of at least 1", |text| {
+            text.parse().ok().filter(|limit| *limit > 0)
+        })?,
+        resume: raw.parse("resume", "a checkpoint's folder, true or no", |text| {
+            Some(match boolean(text) {
+                Some(false) => Resume::No,
+                Some(true) => Resume::Latest,
+                None => Resume::From(text.into()),
+            })
+        })?,
+        logging: every("logging_steps")?,
+        eval: every("eval_steps")?,
+        eval_fraction: number(raw, "eval_fraction", "a number from 0 to below 1", |x| (0.0..1.0).contains(&x))?,
+        profile_memory: switch(raw, "profile_memory")?,
+    })
+}
+
+fn backend(raw: &Raw) -> Result<BackendSettings> {
+    let rate = |key| number(raw, key, "0 or a number of GB/s above it", |x| x >= 0.0).map(|x| (x > 0.0).then_some(x));
+    Ok(BackendSettings {
+        kind: raw.choice(
+            "backend",
+            &[("auto", BackendKind::Auto), ("cuda", BackendKind::Cuda), ("cpu", BackendKind::Cpu)],
+        )?,
+        deterministic: switch(raw, "deterministic")?,
+        emulated: EmulatedLinks {
+            h2d: rate("emulated_h2d_gbps")?,
+            d2h: rate("emulated_d2h_gbps")?,
+            nvme_read: rate("emulated_nvme_read_gbps")?,
+            nvme_write: rate("emulated_nvme_write_gbps")?,
+        },
+    })
+}
+
+/// Hugging Face writes "not given" as -1.
+fn max_steps(raw: &Raw) -> Result<Option<u64>> {
+    raw.optional("max_steps", "a whole number of at least 1 (or -1 for none)", |text| match text {
+        "-1" => Some(None),
+        text => text.parse().ok().filter(|steps| *steps > 0).map(Some),
+    })
+    .map(Option::flatten)
+}
+
+fn count(raw: &Raw, key: &str, min: u64) -> Result<u64> {
+    raw.parse(key, &format!("a whole number of at least {min}"), |text| text.parse().ok().filter(|count| *count >= min))
+}
+
+fn number(raw: &Raw, key: &str, expected: &str, allowed: impl Fn(f64) -> bool) -> Result<f64> {
+    raw.parse(key, expected, |text| text.parse().ok().filter(|x: &f64| x.is_finite() && allowed(*x)))
+}
+
+fn ratio_of(text: &str) -> Option<f64> {
+    text.parse().ok().filter(|ratio| (0.0..=1.0).contains(ratio))
+}
+
+fn switch(raw: &Raw, key: &str) -> Result<bool> {
+    raw.parse(key, "true or false", boolean)
+}
+
+fn path(raw: &Raw, key: &str) -> Option<PathBuf> {
+    raw.values(key).first().map(PathBuf::from)
+}

@@ -1,0 +1,189 @@
+//! The table of training flags: one row each, read by the command line, the training TOML, help and
+//! `--print_config` alike. A name that is not here does not exist.
+
+/// How a flag takes its value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// One value.
+    Value,
+    /// One or more values.
+    List,
+    /// `--flag`, `--flag True|no`, `--no_flag`.
+    Switch,
+    /// One value, or none for the one named here.
+    OrJust(&'static str),
+}
+
+/// A flag.
+pub(crate) struct Flag {
+    /// Long name, with `_`; `-` is accepted too.
+    pub key: &'static str,
+    /// One-letter form.
+    pub short: Option<char>,
+    /// Names that other trainers use.
+    pub aliases: &'static [&'static str],
+    pub kind: Kind,
+    /// Empty: unset.
+    pub default: &'static str,
+    pub help: &'static str,
+    pub group: &'static str,
+}
+
+/// A flag that sets another: `--fp16` is `--mixed_precision fp16`.
+pub(crate) struct Shorthand {
+    pub names: &'static [&'static str],
+    pub short: Option<char>,
+    pub key: &'static str,
+    pub value: &'static str,
+}
+
+/// A flag of another trainer that changes nothing here.
+pub(crate) struct Ignored {
+    pub names: &'static [&'static str],
+    pub short: Option<char>,
+    pub why: &'static str,
+}
+
+const fn flag(
+    group: &'static str,
+    key: &'static str,
+    short: Option<char>,
+    aliases: &'static [&'static str],
+    kind: Kind,
+    default: &'static str,
+    help: &'static str,
+) -> Flag {
+    Flag { key, short, aliases, kind, default, help, group }
+}
+
+const WHAT: &str = "What is trained";
+const MUCH: &str = "How much";
+const OPTIMIZER: &str = "Optimizer";
+const PRECISION: &str = "Precision";
+const MEMORY: &str = "Memory";
+const OUTPUT: &str = "Output";
+const BACKEND: &str = "Backend";
+
+use Kind::{List, OrJust, Switch, Value};
+
+/// Every training flag.
+#[rustfmt::skip]
+pub(crate) const FLAGS: &[Flag] = &[
+    flag(WHAT, "config", Some('c'), &[], Value, "", "A training TOML (keys are flag names), or a config.json: a model from random weights"),
+    flag(WHAT, "model_config", None, &["model_config_path", "config_name"], Value, "", "The model's config.json: random weights"),
+    flag(WHAT, "model", None, &["model_name_or_path"], Value, "", "Hugging Face folder with the weights to start from"),
+    flag(WHAT, "tokenizer", None, &["tokenizer_name_or_path", "tokenizer_name"], Value, "bytes", "`bytes`, a tokenizer.json or its folder"),
+    flag(WHAT, "data", None, &["train_file"], List, "", "Text, jsonl or token files, folders, globs"),
+    flag(WHAT, "max_length", Some('l'), &["model_max_length", "block_size", "sequence_length"], Value, "2048", "Tokens of a row"),
+    flag(WHAT, "seed", None, &["data_seed"], Value, "42", "Seed of weights and row order"),
+    flag(WHAT, "shuffle", None, &[], Switch, "true", "Shuffle rows, anew each epoch"),
+    flag(WHAT, "text_field", None, &["text_column"], Value, "text", "Name of the text in a JSON record"),
+    flag(WHAT, "on_bad_record", None, &[], Value, "stop", "stop, or skip and count"),
+    flag(WHAT, "token_format", None, &[], Value, "", "llmc, nanogpt or megatron, where a token file does not say it"),
+    flag(WHAT, "add_bos", None, &["add_bos_token"], Switch, "true", "BOS before each document"),
+    flag(WHAT, "add_eos", None, &["add_eos_token"], Switch, "true", "EOS after each document"),
+
+    flag(MUCH, "batch_size", Some('b'), &["per_device_train_batch_size", "micro_batch_size"], Value, "1", "Rows per rank and micro-step"),
+    flag(MUCH, "gradient_accumulation_steps", None, &["accumulation"], Value, "1", "Micro-steps per update"),
+    flag(MUCH, "max_steps", None, &[], Value, "", "Updates; wins over --num_epochs"),
+    flag(MUCH, "num_epochs", Some('e'), &["num_train_epochs"], Value, "1", "Passes over the data, fractions allowed"),
+
+    flag(OPTIMIZER, "optimizer", None, &["optim"], Value, "adamw", "adamw or sophia"),
+    flag(OPTIMIZER, "lr", None, &["learning_rate"], Value, "5e-5", "Peak learning rate"),
+    flag(OPTIMIZER, "weight_decay", Some('w'), &["weigth_decay"], Value, "0", "Decay of matrices (never of norms and biases)"),
+    flag(OPTIMIZER, "betas", None, &[], Value, "", "β1,β2 (adamw 0.9,0.999; sophia 0.965,0.99)"),
+    flag(OPTIMIZER, "adam_beta1", None, &[], Value, "", "β1 alone"),
+    flag(OPTIMIZER, "adam_beta2", None, &[], Value, "", "β2 alone"),
+    flag(OPTIMIZER, "eps", None, &["adam_epsilon"], Value, "1e-8", "ε of AdamW"),
+    flag(OPTIMIZER, "grad_clip", None, &["max_grad_norm", "gradient_clipping"], Value, "1.0", "Largest global gradient norm; 0: no clipping"),
+    flag(OPTIMIZER, "sophia_rho", None, &["rho"], Value, "0.04", "ρ of Sophia"),
+    flag(OPTIMIZER, "hessian_interval", None, &[], Value, "10", "Updates between Sophia's Hessian estimates"),
+    flag(OPTIMIZER, "lr_scheduler_type", None, &["lr_scheduler"], Value, "linear", "linear, cosine or constant"),
+    flag(OPTIMIZER, "warmup_steps", Some('s'), &[], Value, "0", "Updates of warm-up; wins over the ratio; below 1 a ratio"),
+    flag(OPTIMIZER, "warmup_ratio", None, &[], Value, "0", "Warm-up as a share of all updates"),
+    flag(OPTIMIZER, "lr_convention", None, &[], Value, "hf", "Warm-up: hf step/warmup, colossalai (step+1)/warmup"),
+    flag(OPTIMIZER, "min_lr_ratio", None, &[], Value, "", "Where cosine ends, as a share of --lr (hf 0, colossalai 0.1)"),
+    flag(OPTIMIZER, "optimizer_states", None, &[], Value, "fp32", "Moments: fp32, bf16 or 8bit"),
+    flag(OPTIMIZER, "gradient_dtype", None, &["grad_dtype"], Value, "fp32", "Accumulated gradients: fp32 or bf16"),
+
+    flag(PRECISION, "mixed_precision", Some('x'), &[], Value, "no", "no, fp16 or bf16"),
+    flag(PRECISION, "loss_scale", None, &[], Value, "0", "Fixed loss scale; 0: dynamic (fp16 only)"),
+    flag(PRECISION, "initial_scale", None, &["initial_loss_scale"], Value, "65536", "First dynamic loss scale"),
+    flag(PRECISION, "min_scale", None, &["min_loss_scale"], Value, "1", "Smallest"),
+    flag(PRECISION, "max_scale", None, &[], Value, "4294967296", "Largest"),
+    flag(PRECISION, "growth_interval", None, &["loss_scale_window"], Value, "1000", "Clean updates before it doubles"),
+    flag(PRECISION, "hysteresis", None, &[], Value, "2", "Overflows before it halves"),
+
+    flag(MEMORY, "plugin", Some('p'), &[], Value, "gemini_cuda", "What is sharded and where it lives (see `castor plan`)"),
+    flag(MEMORY, "device_memory", None, &[], Value, "auto", "Device budget: 80GiB, 512MiB, 50%"),
+    flag(MEMORY, "host_memory", None, &[], Value, "auto", "Host budget of this rank"),
+    flag(MEMORY, "nvme", None, &["nvme_path"], Value, "", "Folder of the NVMe tier"),
+    flag(MEMORY, "nvme_capacity", None, &[], Value, "auto", "NVMe budget of this rank"),
+    flag(MEMORY, "shard_param_frac", None, &[], Value, "1", "Plugin gemini: share of parameters sharded"),
+    flag(MEMORY, "offload_param_frac", None, &[], Value, "0", "Plugin gemini: share of parameters on the host"),
+    flag(MEMORY, "offload_optim_frac", None, &[], Value, "0", "Plugin gemini: share of optimizer states on the host"),
+    flag(MEMORY, "recompute", None, &[], Value, "auto", "Activations: auto, none, full or selective"),
+    flag(MEMORY, "flash_attention", Some('a'), &["flash_attn"], Switch, "true", "Attention without the S×S matrix"),
+    flag(MEMORY, "prefetch", None, &[], Value, "auto", "Bytes fetched ahead, or auto"),
+    flag(MEMORY, "warmup_steps_memory", None, &[], Value, "1", "Updates that the memory collector records"),
+    flag(MEMORY, "fsdp", None, &[], Value, "", "Hugging Face's words, e.g. \"full_shard auto_wrap\", in place of --plugin"),
+
+    flag(OUTPUT, "output_dir", Some('o'), &["save_dir"], Value, "runs/castor", "Folder of checkpoints, log and report"),
+    flag(OUTPUT, "save_steps", Some('i'), &["save_interval"], Value, "0", "Updates between checkpoints; below 1 a share of the run; 0: none"),
+    flag(OUTPUT, "save_total_limit", None, &[], Value, "", "Checkpoints kept"),
+    flag(OUTPUT, "resume", Some('f'), &["resume_from_checkpoint", "load"], OrJust("true"), "no", "Continue from a checkpoint, or just from the latest"),
+    flag(OUTPUT, "logging_steps", None, &[], Value, "1", "Updates between log lines"),
+    flag(OUTPUT, "eval_steps", None, &[], Value, "0", "Updates between evaluations; 0: at the end only"),
+    flag(OUTPUT, "eval_fraction", None, &["validation_split"], Value, "0", "Share of rows held out, from the end"),
+    flag(OUTPUT, "profile_memory", None, &["profile"], Switch, "false", "Write every tick's bytes to memory.json"),
+
+    flag(BACKEND, "backend", None, &[], Value, "auto", "auto, cuda or cpu"),
+    flag(BACKEND, "deterministic", None, &["full_determinism"], Switch, "true", "Fixed order of all sums"),
+    flag(BACKEND, "emulated_h2d_gbps", None, &[], Value, "0", "CPU backend: host to device, GB/s; 0: as fast as it goes"),
+    flag(BACKEND, "emulated_d2h_gbps", None, &[], Value, "0", "CPU backend: device to host, GB/s"),
+    flag(BACKEND, "emulated_nvme_read_gbps", None, &[], Value, "0", "CPU backend: NVMe to host, GB/s"),
+    flag(BACKEND, "emulated_nvme_write_gbps", None, &[], Value, "0", "CPU backend: host to NVMe, GB/s"),
+];
+
+/// Flags that set others.
+#[rustfmt::skip]
+pub(crate) const SHORTHANDS: &[Shorthand] = &[
+    Shorthand { names: &["fp16"], short: None, key: "mixed_precision", value: "fp16" },
+    Shorthand { names: &["bf16"], short: None, key: "mixed_precision", value: "bf16" },
+    Shorthand { names: &["grad_checkpoint", "gradient_checkpoint", "gradient_checkpointing", "activation_checkpointing"], short: Some('g'), key: "recompute", value: "full" },
+    Shorthand { names: &["enable_sophia"], short: None, key: "optimizer", value: "sophia" },
+];
+
+/// Flags that are accepted with a word.
+#[rustfmt::skip]
+pub(crate) const IGNORED: &[Ignored] = &[
+    Ignored { names: &["dataset", "datasets", "cache_dir"], short: Some('d'), why: "data is what --data names" },
+    Ignored { names: &["tensorboard_dir", "logging_dir", "report_to"], short: Some('t'), why: "the log is log.jsonl in --output_dir" },
+    Ignored { names: &["do_train", "overwrite_output_dir"], short: None, why: "training is what this command does, and --resume decides about old output" },
+    Ignored { names: &["ddp_find_unused_parameters", "ddp_timeout", "ddp_static_graph"], short: None, why: "there is no such machinery here" },
+    Ignored { names: &["logging_strategy", "save_strategy", "logging_nan_inf_filter"], short: None, why: "--logging_steps and --save_steps decide, and every loss is shown" },
+    Ignored { names: &["fsdp_config", "dataloader_drop_last", "dataloader_num_workers", "skip_memory_metrics"], short: None, why: "blocks are always wrapped, no row is dropped and memory is always measured" },
+];
+
+/// Flags that must not be ignored and are not offered, with what to use.
+pub(crate) const REFUSED: &[(&str, &str)] = &[
+    (
+        "deepspeed",
+        "DeepSpeed files are not read; use --plugin zero1|zero2|zero3|zero2_offload|zero3_offload with the flags here",
+    ),
+    ("tp", "tensor parallelism is not offered; use a zero3 or gemini plugin"),
+    ("pp", "pipeline parallelism is not offered; use a zero3 or gemini plugin"),
+    ("sp", "sequence parallelism is not offered; use a zero3 or gemini plugin"),
+];
+
+/// The row of a key or alias, `-` read as `_`.
+pub(crate) fn find(name: &str) -> Option<&'static Flag> {
+    let name = name.replace('-', "_");
+    FLAGS.iter().find(|flag| flag.key == name || flag.aliases.contains(&name.as_str()))
+}
+
+/// Every name that may be meant by a misspelt one.
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    let flags = FLAGS.iter().flat_map(|flag| flag.aliases.iter().copied().chain([flag.key]));
+    flags.chain(SHORTHANDS.iter().flat_map(|s| s.names.iter().copied()))
+}
