@@ -16,14 +16,8 @@ pub(crate) struct Algorithms {
 
 /// The folder for what Castor can make again: `$XDG_CACHE_HOME/castor`, or `~/.cache/castor`.
 pub(crate) fn cache_folder() -> Option<PathBuf> {
-    let set = |name| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
-    set("XDG_CACHE_HOME")
-        .or_else(|| set("HOME").map(|home| home.join(".cache")))
-        .map(|folder| folder.join("castor"))
+    let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache"))).map(|folder| folder.join("castor"))
 }
 
 /// Writes a cache file in one piece: others see the old one or the new one. Failures are not reported.
@@ -41,16 +35,13 @@ pub(crate) fn write_cache(path: &std::path::Path, bytes: &[u8]) {
 
 /// A device's name as part of a file's name.
 pub(crate) fn file_part(name: &str) -> String {
-    name.chars()
-        .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' })
-        .collect()
+    name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect()
 }
 
 impl Algorithms {
     /// What is remembered, or nothing.
     pub(crate) fn load(device_name: &str, version: u64) -> Self {
-        let file = cache_folder()
-            .map(|f| f.join(format!("gemm-{}-{version}.json", file_part(device_name))));
+        let file = cache_folder().map(|f| f.join(format!("gemm-{}-{version}.json", file_part(device_name))));
         Self::open(file)
     }
 
@@ -82,15 +73,7 @@ impl Algorithms {
 }
 
 fn name(key: Key, tf32: bool) -> String {
-    let Key {
-        product,
-        shape,
-        operands,
-        result,
-        adds,
-        bias,
-        alignment,
-    } = key;
+    let Key { product, shape, operands, result, adds, bias, alignment } = key;
     format!(
         "{product:?} tokens={} inputs={} outputs={} {operands:?}->{result:?}{}{}{} align={alignment}",
         shape.tokens,
@@ -115,11 +98,7 @@ mod tests {
         let file = Some(folder.path().join("new/gemm.json"));
         let key = |tokens| Key {
             product: Product::Forward,
-            shape: Linear {
-                tokens,
-                inputs: 8,
-                outputs: 16,
-            },
+            shape: Linear { tokens, inputs: 8, outputs: 16 },
             operands: DType::Bf16,
             result: DType::F32,
             adds: true,
@@ -131,10 +110,7 @@ mod tests {
         one.put(key(1), false, [u64::MAX; 8]);
         two.put(key(2), false, [2; 8]);
         let all = Algorithms::open(file.clone());
-        assert_eq!(
-            (all.get(key(1), false), all.get(key(2), false)),
-            (Some([u64::MAX; 8]), Some([2; 8]))
-        );
+        assert_eq!((all.get(key(1), false), all.get(key(2), false)), (Some([u64::MAX; 8]), Some([2; 8])));
         assert_eq!(all.get(key(1), true), None);
         std::fs::write(file.as_ref().unwrap(), b"{ not json").unwrap();
         assert_eq!(Algorithms::open(file).get(key(1), false), None);

@@ -72,37 +72,18 @@ impl Cudnn {
             let (major, minor) = (library.version / 10_000, library.version % 10_000 / 100);
             return Err(Error::Library {
                 library: "libcudnn.so.9".into(),
-                reason: format!(
-                    "version {major}.{minor} is older than 9.10.2; Castor's own attention kernel is used"
-                ),
+                reason: format!("version {major}.{minor} is older than 9.10.2; Castor's own attention kernel is used"),
             });
         }
         let handle = Handle::new(&library, stream)?;
-        let folder = cache_folder().map(|f| {
-            f.join(format!(
-                "cudnn-{}-{}",
-                file_part(device_name),
-                library.version
-            ))
-        });
-        Ok(Cudnn {
-            plans: Mutex::default(),
-            handle,
-            library,
-            stream,
-            folder,
-        })
+        let folder = cache_folder().map(|f| f.join(format!("cudnn-{}-{}", file_part(device_name), library.version)));
+        Ok(Cudnn { plans: Mutex::default(), handle, library, stream, folder })
     }
 
     /// The library's version, for people.
     pub(crate) fn version(&self) -> String {
         let version = self.library.version;
-        format!(
-            "{}.{}.{}",
-            version / 10_000,
-            version % 10_000 / 100,
-            version % 100
-        )
+        format!("{}.{}.{}", version / 10_000, version % 10_000 / 100, version % 100)
     }
 
     /// Whether the fused path of a shape could be cuDNN's at all: types, and the 16-byte strides that cuDNN
@@ -116,24 +97,10 @@ impl Cudnn {
     }
 
     fn key(pass: Pass, shape: Attention, dtype: DType) -> Key {
-        let forward = Attention {
-            deterministic: false,
-            ..shape
-        };
+        let forward = Attention { deterministic: false, ..shape };
         match pass {
-            Pass::Forward => Key {
-                pass,
-                shape: forward,
-                dtype,
-            },
-            Pass::Backward => Key {
-                pass,
-                shape: Attention {
-                    batch: piece(shape),
-                    ..shape
-                },
-                dtype,
-            },
+            Pass::Forward => Key { pass, shape: forward, dtype },
+            Pass::Backward => Key { pass, shape: Attention { batch: piece(shape), ..shape }, dtype },
         }
     }
 
@@ -142,33 +109,20 @@ impl Cudnn {
         if let Some(known) = plans.get(&key) {
             return known.clone();
         }
-        let made = self
-            .remembered(key)
-            .map_or_else(|| self.build(key), Ok)
-            .map(Arc::new);
+        let made = self.remembered(key).map_or_else(|| self.build(key), Ok).map(Arc::new);
         plans.insert(key, made.clone());
         made
     }
 
     fn file(&self, key: Key) -> Option<PathBuf> {
-        let Attention {
-            batch,
-            sequence,
-            heads,
-            kv_heads,
-            head_dim,
-            deterministic,
-            ..
-        } = key.shape;
+        let Attention { batch, sequence, heads, kv_heads, head_dim, deterministic, .. } = key.shape;
         let name = format!(
             "{:?}-{:?}-b{batch}-s{sequence}-h{heads}-k{kv_heads}-d{head_dim}{}.json",
             key.pass,
             key.dtype,
             if deterministic { "-deterministic" } else { "" }
         );
-        self.folder
-            .as_ref()
-            .map(|folder| folder.join(name.to_lowercase()))
+        self.folder.as_ref().map(|folder| folder.join(name.to_lowercase()))
     }
 
     fn remembered(&self, key: Key) -> Option<Plan> {
@@ -177,13 +131,7 @@ impl Cudnn {
     }
 
     fn build(&self, key: Key) -> Result<Plan> {
-        let plan = cudnn_graph::build(
-            &self.library,
-            Target::Handle(&self.handle),
-            key.pass,
-            key.shape,
-            key.dtype,
-        )?;
+        let plan = cudnn_graph::build(&self.library, Target::Handle(&self.handle), key.pass, key.shape, key.dtype)?;
         if let (Some(file), Ok(text)) = (self.file(key), plan.text()) {
             write_cache(&file, &text);
         }
@@ -204,14 +152,7 @@ impl Cudnn {
     }
 
     /// Forward; false if cuDNN does not do this shape, and nothing was done then.
-    pub(crate) fn forward(
-        &self,
-        qkv: Ptr,
-        out: Ptr,
-        stats: Ptr,
-        scratch: Ptr,
-        shape: Attention,
-    ) -> Result<bool> {
+    pub(crate) fn forward(&self, qkv: Ptr, out: Ptr, stats: Ptr, scratch: Ptr, shape: Attention) -> Result<bool> {
         if !Self::eligible(shape, qkv.dtype) {
             return Ok(false);
         }
@@ -268,12 +209,7 @@ impl Cudnn {
                 let bytes = rows * shape.heads * shape.head_dim * 4;
                 // SAFETY: inside the scratch, whose size was checked.
                 check("cuMemsetD8Async", unsafe {
-                    sys::cuMemsetD8Async(
-                        scratch.address + at.d_q_sum,
-                        0,
-                        bytes as usize,
-                        self.stream,
-                    )
+                    sys::cuMemsetD8Async(scratch.address + at.d_q_sum, 0, bytes as usize, self.stream)
                 })?;
             }
             let mut pointers = vec![
@@ -282,10 +218,7 @@ impl Cudnn {
                 (tensor::V, v),
                 (tensor::OUT, out.address + dense),
                 (tensor::D_OUT, d_out.address + dense),
-                (
-                    tensor::STATS,
-                    stats.address + index * rows * shape.heads * 4,
-                ),
+                (tensor::STATS, stats.address + index * rows * shape.heads * 4),
                 (tensor::D_Q, d_q),
                 (tensor::D_K, d_k),
                 (tensor::D_V, d_v),
@@ -347,41 +280,23 @@ fn piece(shape: Attention) -> u64 {
         return shape.batch;
     }
     let one = shape.heads * shape.sequence * shape.sequence * 2;
-    (1..=shape.batch)
-        .rev()
-        .find(|n| shape.batch.is_multiple_of(*n) && n * one <= DETERMINISTIC_BYTES)
-        .unwrap_or(1)
+    (1..=shape.batch).rev().find(|n| shape.batch.is_multiple_of(*n) && n * one <= DETERMINISTIC_BYTES).unwrap_or(1)
 }
 
 /// Scratch of a backward over one piece.
 fn layout(piece: Attention, workspace_bytes: u64) -> Layout {
     let rows = piece.tokens() * piece.heads * 4;
     let d_q_sum = rows.next_multiple_of(ALIGNMENT);
-    let accumulates = if piece.deterministic {
-        0
-    } else {
-        rows * piece.head_dim
-    };
+    let accumulates = if piece.deterministic { 0 } else { rows * piece.head_dim };
     let workspace = d_q_sum + accumulates.next_multiple_of(ALIGNMENT);
-    Layout {
-        row_sum: 0,
-        d_q_sum,
-        workspace,
-        total: workspace + workspace_bytes,
-    }
+    Layout { row_sum: 0, d_q_sum, workspace, total: workspace + workspace_bytes }
 }
 
 #[track_caller]
 fn expect_scratch(scratch: Ptr, bytes: u64) {
     let given = scratch.dtype.bytes(scratch.elements);
-    assert!(
-        given >= bytes,
-        "attention scratch has {given} bytes where {bytes} are needed"
-    );
-    assert!(
-        bytes == 0 || scratch.address.is_multiple_of(16),
-        "attention scratch must be aligned to 16 bytes"
-    );
+    assert!(given >= bytes, "attention scratch has {given} bytes where {bytes} are needed");
+    assert!(bytes == 0 || scratch.address.is_multiple_of(16), "attention scratch must be aligned to 16 bytes");
 }
 
 #[cfg(test)]
@@ -399,15 +314,7 @@ mod tests {
         head_dim: u64,
         deterministic: bool,
     ) -> Attention {
-        Attention {
-            batch,
-            sequence,
-            heads,
-            kv_heads,
-            head_dim,
-            fused: true,
-            deterministic,
-        }
+        Attention { batch, sequence, heads, kv_heads, head_dim, fused: true, deterministic }
     }
 
     #[test]
@@ -421,10 +328,7 @@ mod tests {
 
     #[test]
     fn scratch_parts_do_not_overlap() {
-        for shape in [
-            attention(3, 77, 5, 5, 40, false),
-            attention(3, 77, 5, 5, 40, true),
-        ] {
+        for shape in [attention(3, 77, 5, 5, 40, false), attention(3, 77, 5, 5, 40, true)] {
             let at = layout(shape, 1000);
             let rows = 3 * 77 * 5 * 4;
             assert!(at.d_q_sum >= at.row_sum + rows && at.d_q_sum.is_multiple_of(ALIGNMENT));
@@ -438,10 +342,7 @@ mod tests {
     /// loader's path from the start, so the test runs itself again in a child process.
     #[test]
     fn cudnn_accepts_the_graphs_for_an_h200() {
-        let reference = std::path::Path::new(concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../../shared/reference"
-        ));
+        let reference = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/reference"));
         if std::env::var_os(CHILD).is_some() {
             return accept(&std::fs::read(reference.join("h200.json")).unwrap());
         }
@@ -462,23 +363,13 @@ mod tests {
             return println!("skipped: no C compiler to build the stand-in of the driver");
         }
         let output = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "cuda::cudnn::tests::cudnn_accepts_the_graphs_for_an_h200",
-                "--exact",
-                "--nocapture",
-            ])
+            .args(["cuda::cudnn::tests::cudnn_accepts_the_graphs_for_an_h200", "--exact", "--nocapture"])
             .env(CHILD, "1")
             .env("LD_LIBRARY_PATH", folder.path())
             .output()
             .unwrap();
-        let (out, err) = (
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr),
-        );
-        let words: Vec<_> = err
-            .lines()
-            .filter(|line| !line.starts_with("[stub]"))
-            .collect();
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        let words: Vec<_> = err.lines().filter(|line| !line.starts_with("[stub]")).collect();
         assert!(output.status.success(), "{out}\n{}", words.join("\n"));
         print!("{out}");
     }
@@ -490,11 +381,7 @@ mod tests {
             println!("{}: {:?}", found.library, found.state);
         }
         // Properties are text with the closing NUL; the file ends with one or with white space.
-        let mut text = h200
-            .strip_suffix(&[0])
-            .unwrap_or(h200)
-            .trim_ascii_end()
-            .to_vec();
+        let mut text = h200.strip_suffix(&[0]).unwrap_or(h200).trim_ascii_end().to_vec();
         text.push(0);
         let properties = Descriptor::new(&library, kind::DEVICE_PROPERTIES)
             .and_then(|d| d.set(2702, value::CHAR, &text)?.finalize())
@@ -512,26 +399,15 @@ mod tests {
                 if dtype == DType::F16 && sequence != 1000 {
                     continue;
                 }
-                for (pass, deterministic) in [
-                    (Pass::Forward, false),
-                    (Pass::Backward, false),
-                    (Pass::Backward, true),
-                ] {
-                    let shape =
-                        attention(batch, sequence, heads, kv_heads, head_dim, deterministic);
+                for (pass, deterministic) in [(Pass::Forward, false), (Pass::Backward, false), (Pass::Backward, true)] {
+                    let shape = attention(batch, sequence, heads, kv_heads, head_dim, deterministic);
                     let shape = Cudnn::key(pass, shape, dtype).shape;
                     let plan = cudnn_graph::build(&library, target, pass, shape, dtype)
                         .unwrap_or_else(|error| panic!("{pass:?} {shape:?} {dtype:?}: {error}"));
-                    println!(
-                        "{pass:?} {shape:?} {dtype:?}: workspace {}",
-                        plan.workspace_bytes
-                    );
+                    println!("{pass:?} {shape:?} {dtype:?}: workspace {}", plan.workspace_bytes);
                     if shape.deterministic {
                         let square = shape.batch * shape.heads * shape.sequence.pow(2) * 2;
-                        assert!(
-                            plan.workspace_bytes >= square,
-                            "deterministic, but no room for its scores"
-                        );
+                        assert!(plan.workspace_bytes >= square, "deterministic, but no room for its scores");
                     }
                     let text = plan.text().unwrap();
                     let again = Plan::from_text(&library, target, &text).unwrap();
@@ -540,9 +416,6 @@ mod tests {
             }
         }
         let odd = attention(1, 64, 2, 2, 20, false);
-        assert!(
-            !Cudnn::eligible(odd, DType::Bf16),
-            "rows of 40 bytes are not multiples of 16"
-        );
+        assert!(!Cudnn::eligible(odd, DType::Bf16), "rows of 40 bytes are not multiples of 16");
     }
 }

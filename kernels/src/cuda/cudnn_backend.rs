@@ -101,14 +101,9 @@ impl Library {
         // SAFETY: writes at most the given length, ends with NUL (the last byte stays 0 whatever happens).
         let words = unsafe {
             (self.last_error)(text.as_mut_ptr(), text.len() - 1);
-            CStr::from_ptr(text.as_ptr())
-                .to_string_lossy()
-                .replace('\n', " ")
+            CStr::from_ptr(text.as_ptr()).to_string_lossy().replace('\n', " ")
         };
-        Err(Error::Device {
-            call: call.to_owned(),
-            reason: format!("cuDNN status {status}: {}", words.trim()),
-        })
+        Err(Error::Device { call: call.to_owned(), reason: format!("cuDNN status {status}: {}", words.trim()) })
     }
 }
 
@@ -126,16 +121,11 @@ unsafe impl Sync for Handle {}
 impl Handle {
     /// Opens cuDNN on the current context, to work on `stream`.
     pub(crate) fn new(library: &Arc<Library>, stream: CUstream) -> Result<Self> {
-        let mut handle = Handle {
-            library: library.clone(),
-            raw: std::ptr::null_mut(),
-        };
+        let mut handle = Handle { library: library.clone(), raw: std::ptr::null_mut() };
         // SAFETY: writes one handle.
         library.check("cudnnCreate", unsafe { (library.open)(&mut handle.raw) })?;
         // SAFETY: a live handle and stream of the current context.
-        library.check("cudnnSetStream", unsafe {
-            (library.set_stream)(handle.raw, stream)
-        })?;
+        library.check("cudnnSetStream", unsafe { (library.set_stream)(handle.raw, stream) })?;
         Ok(handle)
     }
 
@@ -145,9 +135,7 @@ impl Handle {
     /// Every pointer of the pack must be of memory that the plan's tensors describe.
     pub(crate) unsafe fn execute(&self, plan: &Descriptor, pack: &Descriptor) -> Result<()> {
         // SAFETY: live descriptors; memory is the caller's promise.
-        self.library.check("cudnnBackendExecute", unsafe {
-            (self.library.execute)(self.raw, plan.raw, pack.raw)
-        })
+        self.library.check("cudnnBackendExecute", unsafe { (self.library.execute)(self.raw, plan.raw, pack.raw) })
     }
 }
 
@@ -175,27 +163,15 @@ impl Descriptor {
     pub(crate) fn new(library: &Arc<Library>, kind: i32) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one descriptor.
-        library.check("cudnnBackendCreateDescriptor", unsafe {
-            (library.create)(kind, &mut raw)
-        })?;
-        Ok(Descriptor {
-            library: library.clone(),
-            raw,
-        })
+        library.check("cudnnBackendCreateDescriptor", unsafe { (library.create)(kind, &mut raw) })?;
+        Ok(Descriptor { library: library.clone(), raw })
     }
 
     /// Sets an attribute. Returns itself, to be chained.
     pub(crate) fn set<T: Plain>(self, attribute: i32, of: i32, values: &[T]) -> Result<Self> {
         // SAFETY: a live descriptor; as many values as said, which are copied.
-        let status = unsafe {
-            (self.library.set)(
-                self.raw,
-                attribute,
-                of,
-                values.len() as i64,
-                values.as_ptr().cast(),
-            )
-        };
+        let status =
+            unsafe { (self.library.set)(self.raw, attribute, of, values.len() as i64, values.as_ptr().cast()) };
         self.library.check("cudnnBackendSetAttribute", status)?;
         Ok(self)
     }
@@ -221,16 +197,8 @@ impl Descriptor {
     pub(crate) fn number(&self, attribute: i32) -> Result<i64> {
         let (mut number, mut count) = (0i64, 0i64);
         // SAFETY: writes at most one number and the count.
-        let status = unsafe {
-            (self.library.get)(
-                self.raw,
-                attribute,
-                value::INT64,
-                1,
-                &mut count,
-                (&raw mut number).cast(),
-            )
-        };
+        let status =
+            unsafe { (self.library.get)(self.raw, attribute, value::INT64, 1, &mut count, (&raw mut number).cast()) };
         self.library.check("cudnnBackendGetAttribute", status)?;
         Ok(number)
     }
@@ -239,28 +207,13 @@ impl Descriptor {
     pub(crate) fn text(&self, attribute: i32) -> Result<Vec<u8>> {
         let mut count = 0i64;
         // SAFETY: with no room asked for, only the count is written.
-        let status = unsafe {
-            (self.library.get)(
-                self.raw,
-                attribute,
-                value::CHAR,
-                0,
-                &mut count,
-                std::ptr::null_mut(),
-            )
-        };
+        let status =
+            unsafe { (self.library.get)(self.raw, attribute, value::CHAR, 0, &mut count, std::ptr::null_mut()) };
         self.library.check("cudnnBackendGetAttribute", status)?;
         let mut text = vec![0u8; usize::try_from(count).unwrap_or(0)];
         // SAFETY: writes at most the room given.
         let status = unsafe {
-            (self.library.get)(
-                self.raw,
-                attribute,
-                value::CHAR,
-                count,
-                &mut count,
-                text.as_mut_ptr().cast(),
-            )
+            (self.library.get)(self.raw, attribute, value::CHAR, count, &mut count, text.as_mut_ptr().cast())
         };
         self.library.check("cudnnBackendGetAttribute", status)?;
         Ok(text)
@@ -273,14 +226,7 @@ impl Descriptor {
         // SAFETY: the library fills the descriptors whose pointers it is given, at most as many as said.
         let status = unsafe {
             let room = raw.len() as i64;
-            (self.library.get)(
-                self.raw,
-                attribute,
-                value::DESCRIPTOR,
-                room,
-                &mut count,
-                raw.as_mut_ptr().cast(),
-            )
+            (self.library.get)(self.raw, attribute, value::DESCRIPTOR, room, &mut count, raw.as_mut_ptr().cast())
         };
         self.library.check("cudnnBackendGetAttribute", status)?;
         Ok((count.max(0) as usize).min(room.len()))

@@ -88,18 +88,12 @@ type Layout = ([i64; 4], [i64; 4]);
 
 /// The last two dimensions exchanged: the same memory read as a transposed matrix.
 fn transposed((dims, strides): Layout) -> Layout {
-    (
-        [dims[0], dims[1], dims[3], dims[2]],
-        [strides[0], strides[1], strides[3], strides[2]],
-    )
+    ([dims[0], dims[1], dims[3], dims[2]], [strides[0], strides[1], strides[3], strides[2]])
 }
 
 /// Contiguous `[a,b,c,d]`.
 fn dense(dims: [i64; 4]) -> Layout {
-    (
-        dims,
-        [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1],
-    )
+    (dims, [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1])
 }
 
 /// Index of a tensor's descriptor in the graph.
@@ -165,9 +159,7 @@ impl Graph<'_> {
     }
 
     fn product(&mut self, a: Tensor, b: Tensor, c: Tensor) -> Result<()> {
-        let how = Descriptor::new(self.library, kind::MATMUL)?
-            .set(1500, value::DATA_TYPE, &[F32])?
-            .finalize()?;
+        let how = Descriptor::new(self.library, kind::MATMUL)?.set(1500, value::DATA_TYPE, &[F32])?.finalize()?;
         let operation = Descriptor::new(self.library, kind::OPERATION_MATMUL)?
             .link(1520, &self.parts[a.0])?
             .link(1521, &self.parts[b.0])?
@@ -186,16 +178,17 @@ impl Graph<'_> {
         axis: Option<i64>,
         y: Tensor,
     ) -> Result<()> {
-        let mut how = Descriptor::new(self.library, kind::POINTWISE)?
-            .set(0, value::POINTWISE_MODE, &[mode])?
-            .set(1, value::DATA_TYPE, &[F32])?;
+        let mut how = Descriptor::new(self.library, kind::POINTWISE)?.set(0, value::POINTWISE_MODE, &[mode])?.set(
+            1,
+            value::DATA_TYPE,
+            &[F32],
+        )?;
         if let Some(axis) = axis {
             how = how.set(9, value::INT64, &[axis])?;
         }
         let how = how.finalize()?;
-        let mut operation = Descriptor::new(self.library, kind::OPERATION_POINTWISE)?
-            .link(750, &how)?
-            .link(751, &self.parts[x.0])?;
+        let mut operation =
+            Descriptor::new(self.library, kind::OPERATION_POINTWISE)?.link(750, &how)?.link(751, &self.parts[x.0])?;
         if let Some(b) = b {
             operation = operation.link(752, &self.parts[b.0])?;
         }
@@ -208,14 +201,7 @@ impl Graph<'_> {
     }
 
     /// `y = mode(x, b)` into a new dense virtual tensor.
-    fn then(
-        &mut self,
-        mode: i32,
-        x: Tensor,
-        b: Option<Tensor>,
-        dims: [i64; 4],
-        dtype: i32,
-    ) -> Result<Tensor> {
+    fn then(&mut self, mode: i32, x: Tensor, b: Option<Tensor>, dims: [i64; 4], dtype: i32) -> Result<Tensor> {
         let y = self.virtual_dense(dims, dtype)?;
         self.pointwise(mode, x, b, None, None, y)?;
         Ok(y)
@@ -257,33 +243,19 @@ impl Graph<'_> {
     }
 
     fn square(&self) -> [i64; 4] {
-        let Attention {
-            batch,
-            heads,
-            sequence,
-            ..
-        } = self.shape;
+        let Attention { batch, heads, sequence, .. } = self.shape;
         [batch as i64, heads as i64, sequence as i64, sequence as i64]
     }
 
     fn rows(&self) -> [i64; 4] {
-        let Attention {
-            batch,
-            heads,
-            sequence,
-            ..
-        } = self.shape;
+        let Attention { batch, heads, sequence, .. } = self.shape;
         [batch as i64, heads as i64, sequence as i64, 1]
     }
 
     /// `heads` heads within rows of `row` elements.
     fn strided(&self, heads: u64, row: u64) -> Layout {
-        let (b, s, d, row) = (
-            self.shape.batch as i64,
-            self.shape.sequence as i64,
-            self.shape.head_dim as i64,
-            row as i64,
-        );
+        let (b, s, d, row) =
+            (self.shape.batch as i64, self.shape.sequence as i64, self.shape.head_dim as i64, row as i64);
         ([b, heads as i64, s, d], [s * row, d, row, 1])
     }
 
@@ -414,28 +386,13 @@ pub(crate) fn build(
             });
         }
     };
-    let mut graph = Graph {
-        library,
-        parts: Vec::new(),
-        operations: Vec::new(),
-        next: tensor::VIRTUAL,
-        half,
-        shape,
-    };
+    let mut graph = Graph { library, parts: Vec::new(), operations: Vec::new(), next: tensor::VIRTUAL, half, shape };
     match pass {
         Pass::Forward => graph.forward()?,
         Pass::Backward => graph.backward()?,
     }
-    let operations: Vec<_> = graph
-        .operations
-        .iter()
-        .map(|&at| graph.parts[at].raw)
-        .collect();
-    let whole = Descriptor::new(library, kind::OPERATION_GRAPH)?.set(
-        801,
-        value::DESCRIPTOR,
-        &operations,
-    )?;
+    let operations: Vec<_> = graph.operations.iter().map(|&at| graph.parts[at].raw).collect();
+    let whole = Descriptor::new(library, kind::OPERATION_GRAPH)?.set(801, value::DESCRIPTOR, &operations)?;
     let whole = match target {
         Target::Handle(handle) => whole.handle(800, handle)?,
         #[cfg(test)]
@@ -446,9 +403,11 @@ pub(crate) fn build(
     let mut last = None;
     // Mode A, then the fallback mode.
     for mode in [3i32, 2] {
-        let heuristic = Descriptor::new(library, kind::ENGINE_HEURISTIC)?
-            .link(201, &whole)?
-            .set(200, value::HEURISTIC_MODE, &[mode])?;
+        let heuristic = Descriptor::new(library, kind::ENGINE_HEURISTIC)?.link(201, &whole)?.set(
+            200,
+            value::HEURISTIC_MODE,
+            &[mode],
+        )?;
         let heuristic = match target {
             Target::Handle(_) => heuristic,
             #[cfg(test)]
@@ -482,11 +441,7 @@ pub(crate) fn build(
                     kept.extend(configurations);
                     kept.push(whole);
                     kept.extend(parts.drain(..).rev());
-                    return Ok(Plan {
-                        plan,
-                        workspace_bytes,
-                        _parts: kept,
-                    });
+                    return Ok(Plan { plan, workspace_bytes, _parts: kept });
                 }
                 Err(error) => last = Some(error),
             }
@@ -498,11 +453,7 @@ pub(crate) fn build(
     }))
 }
 
-fn plan_of(
-    library: &Arc<Library>,
-    target: Target,
-    configuration: &Descriptor,
-) -> Result<Descriptor> {
+fn plan_of(library: &Arc<Library>, target: Target, configuration: &Descriptor) -> Result<Descriptor> {
     let plan = Descriptor::new(library, kind::EXECUTION_PLAN)?.link(401, configuration)?;
     match target {
         Target::Handle(handle) => plan.handle(400, handle)?,
@@ -529,10 +480,6 @@ impl Plan {
         .set(405, value::CHAR, text)?
         .finalize()?;
         let workspace_bytes = u64::try_from(plan.number(402)?).unwrap_or(0);
-        Ok(Plan {
-            plan,
-            workspace_bytes,
-            _parts: Vec::new(),
-        })
+        Ok(Plan { plan, workspace_bytes, _parts: Vec::new() })
     }
 }

@@ -12,26 +12,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Turns a driver's answer into a result that names the call.
 pub(crate) fn check(call: &'static str, code: CUresult) -> Result<()> {
-    if code == CUresult::CUDA_SUCCESS {
-        Ok(())
-    } else {
-        Err(refusal(call, DriverError(code)))
-    }
+    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(refusal(call, DriverError(code))) }
 }
 
 /// A driver's refusal as this crate's error.
 pub(crate) fn refusal(call: &'static str, error: DriverError) -> Error {
-    let name = error.error_name().map_or_else(
-        |_| format!("{:?}", error.0),
-        |n| n.to_string_lossy().into_owned(),
-    );
-    let text = error
-        .error_string()
-        .map_or_else(|_| String::new(), |t| format!(", {}", t.to_string_lossy()));
-    Error::Device {
-        call: call.to_owned(),
-        reason: format!("{name}{text}"),
-    }
+    let name = error.error_name().map_or_else(|_| format!("{:?}", error.0), |n| n.to_string_lossy().into_owned());
+    let text = error.error_string().map_or_else(|_| String::new(), |t| format!(", {}", t.to_string_lossy()));
+    Error::Device { call: call.to_owned(), reason: format!("{name}{text}") }
 }
 
 /// The first failure of queued work: kept until somebody joins, and from then on returned by every join,
@@ -69,9 +57,7 @@ pub(crate) fn open_context(ordinal: usize) -> Result<Arc<CudaContext>> {
     let context = CudaContext::new(ordinal).map_err(|error| match error.0 {
         CUresult::CUDA_ERROR_INVALID_DEVICE => Error::Device {
             call: "cuDeviceGet".into(),
-            reason: format!(
-                "there is no CUDA device {ordinal}; see `castor doctor` for those there are"
-            ),
+            reason: format!("there is no CUDA device {ordinal}; see `castor doctor` for those there are"),
         },
         _ => refusal("cuDevicePrimaryCtxRetain", error),
     })?;
@@ -96,24 +82,17 @@ impl DeviceArena {
             // SAFETY: writes one address; the context is current (the caller bound it).
             let code = unsafe { sys::cuMemAlloc_v2(&mut base, bytes as usize) };
             if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-                let (free, _) = context
-                    .mem_get_info()
-                    .map_err(|e| refusal("cuMemGetInfo", e))?;
+                let (free, _) = context.mem_get_info().map_err(|e| refusal("cuMemGetInfo", e))?;
                 return Err(Error::Exhausted {
                     tier: "device",
                     asked: bytes,
                     available: free as u64,
-                    hint: "lower --device-memory, or stop the other processes that use this GPU"
-                        .into(),
+                    hint: "lower --device-memory, or stop the other processes that use this GPU".into(),
                 });
             }
             check("cuMemAlloc", code)?;
         }
-        Ok(DeviceArena {
-            context: context.clone(),
-            base,
-            bytes,
-        })
+        Ok(DeviceArena { context: context.clone(), base, bytes })
     }
 }
 
@@ -161,16 +140,10 @@ impl HostArena {
                 mapped_bytes: 0,
             });
         }
-        let exhausted = |hint: String| Error::Exhausted {
-            tier: "host",
-            asked: bytes,
-            available: available_host_bytes(),
-            hint,
-        };
+        let exhausted =
+            |hint: String| Error::Exhausted { tier: "host", asked: bytes, available: available_host_bytes(), hint };
         if bytes > available_host_bytes() {
-            return Err(exhausted(
-                "lower --host-memory: pinned memory cannot be swapped out".into(),
-            ));
+            return Err(exhausted("lower --host-memory: pinned memory cannot be swapped out".into()));
         }
         let mapped_bytes = bytes.next_multiple_of(HUGE_PAGE);
         // SAFETY: a new anonymous mapping; the kernel chooses the address.
@@ -185,20 +158,12 @@ impl HostArena {
             )
         };
         if base == libc::MAP_FAILED {
-            return Err(exhausted(format!(
-                "mmap failed: {}",
-                std::io::Error::last_os_error()
-            )));
+            return Err(exhausted(format!("mmap failed: {}", std::io::Error::last_os_error())));
         }
         // SAFETY: the mapping just made. Advice only: without huge pages it is merely slower.
         unsafe { libc::madvise(base, mapped_bytes as usize, libc::MADV_HUGEPAGE) };
         // From here on, dropping the arena undoes the mapping and what is registered of it.
-        let arena = HostArena {
-            context: context.clone(),
-            base: base.cast(),
-            bytes,
-            mapped_bytes,
-        };
+        let arena = HostArena { context: context.clone(), base: base.cast(), bytes, mapped_bytes };
         arena.pin()?;
         Ok(arena)
     }
@@ -212,13 +177,7 @@ impl HostArena {
         std::thread::scope(|scope| {
             for _ in 0..PINNING_THREADS.min(pieces) {
                 scope.spawn(|| {
-                    if failures
-                        .keep(
-                            self.context
-                                .bind_to_thread()
-                                .map_err(|e| refusal("cuCtxSetCurrent", e)),
-                        )
-                        .is_none()
+                    if failures.keep(self.context.bind_to_thread().map_err(|e| refusal("cuCtxSetCurrent", e))).is_none()
                     {
                         return;
                     }
@@ -246,19 +205,13 @@ impl HostArena {
             }
             check(
                 "cuMemHostRegister",
-                sys::cuMemHostRegister_v2(
-                    start.cast::<c_void>(),
-                    bytes as usize,
-                    sys::CU_MEMHOSTREGISTER_PORTABLE,
-                ),
+                sys::cuMemHostRegister_v2(start.cast::<c_void>(), bytes as usize, sys::CU_MEMHOSTREGISTER_PORTABLE),
             )
         }
         .map_err(|error| match error {
             Error::Device { call, reason } => Error::Device {
                 call,
-                reason: format!(
-                    "{reason} (pinning {bytes} bytes; raise `ulimit -l` or lower --host-memory)"
-                ),
+                reason: format!("{reason} (pinning {bytes} bytes; raise `ulimit -l` or lower --host-memory)"),
             },
             other => other,
         })
@@ -301,14 +254,9 @@ impl Drop for HostArena {
 /// Host bytes that the control group's limit still leaves. Without a limit the kernel's own estimate is not
 /// used to refuse: there are machines whose memory grows as it is touched.
 fn available_host_bytes() -> u64 {
-    let number = |path| {
-        std::fs::read_to_string(path)
-            .ok()
-            .and_then(|text| text.trim().parse::<u64>().ok())
-    };
-    number("/sys/fs/cgroup/memory.max").map_or(u64::MAX, |limit| {
-        limit.saturating_sub(number("/sys/fs/cgroup/memory.current").unwrap_or(0))
-    })
+    let number = |path| std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
+    number("/sys/fs/cgroup/memory.max")
+        .map_or(u64::MAX, |limit| limit.saturating_sub(number("/sys/fs/cgroup/memory.current").unwrap_or(0)))
 }
 
 /// A registered page of host memory that the device sees at the same time: counters and small results.
@@ -347,22 +295,12 @@ impl SharedPage {
                 hint: format!("mmap failed: {}", std::io::Error::last_os_error()),
             });
         }
-        let mut page = SharedPage {
-            context: context.clone(),
-            base: base.cast(),
-            device: 0,
-        };
+        let mut page = SharedPage { context: context.clone(), base: base.cast(), device: 0 };
         // SAFETY: the mapping just made; writes one address.
         unsafe {
             let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-            check(
-                "cuMemHostRegister",
-                sys::cuMemHostRegister_v2(base, Self::BYTES, flags),
-            )?;
-            check(
-                "cuMemHostGetDevicePointer",
-                sys::cuMemHostGetDevicePointer_v2(&mut page.device, base, 0),
-            )?;
+            check("cuMemHostRegister", sys::cuMemHostRegister_v2(base, Self::BYTES, flags))?;
+            check("cuMemHostGetDevicePointer", sys::cuMemHostGetDevicePointer_v2(&mut page.device, base, 0))?;
         }
         Ok(page)
     }
@@ -398,13 +336,7 @@ mod tests {
 
     #[test]
     fn pieces_never_cross_a_registration() {
-        let spans = [
-            (0, 1),
-            (PIECE_BYTES - 1, 2),
-            (5, 3 * PIECE_BYTES),
-            (PIECE_BYTES, PIECE_BYTES),
-            (7, 0),
-        ];
+        let spans = [(0, 1), (PIECE_BYTES - 1, 2), (5, 3 * PIECE_BYTES), (PIECE_BYTES, PIECE_BYTES), (7, 0)];
         for (offset, bytes) in spans {
             let mut at = offset;
             for (start, length) in HostArena::pieces(offset, bytes) {

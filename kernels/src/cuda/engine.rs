@@ -31,17 +31,9 @@ pub(crate) enum Job {
     /// Wait for a mark of another stream.
     Wait(Mark),
     /// File to host.
-    Read {
-        file: Arc<NvmeArena>,
-        offset: u64,
-        target: HostBytes,
-    },
+    Read { file: Arc<NvmeArena>, offset: u64, target: HostBytes },
     /// Host to file.
-    Write {
-        file: Arc<NvmeArena>,
-        offset: u64,
-        source: HostBytes,
-    },
+    Write { file: Arc<NvmeArena>, offset: u64, source: HostBytes },
     /// Zero host memory.
     Zero(HostBytes),
     /// An optimizer update of states on the host.
@@ -57,11 +49,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    pub(crate) fn start(
-        engine: Engine,
-        marks: Arc<Marks>,
-        failures: Arc<Failures>,
-    ) -> Result<Self> {
+    pub(crate) fn start(engine: Engine, marks: Arc<Marks>, failures: Arc<Failures>) -> Result<Self> {
         let (sender, receiver) = bounded(QUEUE);
         let thread = std::thread::Builder::new()
             .name(format!("castor-{engine:?}"))
@@ -70,22 +58,13 @@ impl Worker {
                 call: format!("starting the thread of {engine:?}"),
                 reason: format!("{error}; raise `ulimit -u`"),
             })?;
-        Ok(Worker {
-            sender: Some(sender),
-            thread: Some(thread),
-        })
+        Ok(Worker { sender: Some(sender), thread: Some(thread) })
     }
 
     /// Queues a job.
     pub(crate) fn send(&self, job: Job) {
-        let sender = self
-            .sender
-            .as_ref()
-            .unwrap_or_else(|| unreachable!("taken only in drop"));
-        assert!(
-            sender.send(job).is_ok(),
-            "the engine's thread ends only when its sender is dropped"
-        );
+        let sender = self.sender.as_ref().unwrap_or_else(|| unreachable!("taken only in drop"));
+        assert!(sender.send(job).is_ok(), "the engine's thread ends only when its sender is dropped");
     }
 }
 
@@ -108,20 +87,13 @@ fn work(engine: Engine, jobs: &Receiver<Job>, marks: &Marks, failures: &Failures
         if failures.check().is_err() {
             continue;
         }
-        let done = catch_unwind(AssertUnwindSafe(|| carry_out(job, marks, failures)))
-            .unwrap_or_else(|panic| {
-                let text = panic
-                    .downcast_ref::<String>()
-                    .map(String::as_str)
-                    .or(panic.downcast_ref::<&str>().copied());
-                Err(Error::Device {
-                    call: format!("work of {engine:?}"),
-                    reason: format!(
-                        "it panicked, which is a bug of Castor: {}",
-                        text.unwrap_or("no message")
-                    ),
-                })
-            });
+        let done = catch_unwind(AssertUnwindSafe(|| carry_out(job, marks, failures))).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+            Err(Error::Device {
+                call: format!("work of {engine:?}"),
+                reason: format!("it panicked, which is a bug of Castor: {}", text.unwrap_or("no message")),
+            })
+        });
         failures.keep(done);
     }
 }
@@ -131,17 +103,9 @@ fn carry_out(job: Job, marks: &Marks, failures: &Failures) -> Result<()> {
         Job::Wait(mark) => marks.watch(mark, failures),
         // SAFETY: the span was checked against the arena when the job was made, and the caller orders its
         // uses by marks.
-        Job::Read {
-            file,
-            offset,
-            target,
-        } => unsafe { file.read(offset, target.address, target.bytes) },
+        Job::Read { file, offset, target } => unsafe { file.read(offset, target.address, target.bytes) },
         // SAFETY: as above.
-        Job::Write {
-            file,
-            offset,
-            source,
-        } => unsafe { file.write(offset, source.address, source.bytes) },
+        Job::Write { file, offset, source } => unsafe { file.write(offset, source.address, source.bytes) },
         Job::Zero(target) => {
             // SAFETY: as above.
             unsafe { std::ptr::write_bytes(target.address, 0, target.bytes as usize) };

@@ -106,10 +106,7 @@ fn checked(call: &'static str, status: cublasStatus_t) -> Result<()> {
     if status == cublasStatus_t::CUBLAS_STATUS_SUCCESS {
         return Ok(());
     }
-    Err(Error::Device {
-        call: call.to_owned(),
-        reason: format!("{status:?}"),
-    })
+    Err(Error::Device { call: call.to_owned(), reason: format!("{status:?}") })
 }
 
 impl Gemm {
@@ -148,11 +145,7 @@ impl Gemm {
         y: Ptr,
         shape: Linear,
     ) -> Result<bool> {
-        let Linear {
-            tokens,
-            inputs,
-            outputs,
-        } = shape;
+        let Linear { tokens, inputs, outputs } = shape;
         expect("x", x, tokens * inputs, x.dtype);
         expect("w", w, outputs * inputs, x.dtype);
         expect("y", y, tokens * outputs, x.dtype);
@@ -169,14 +162,7 @@ impl Gemm {
             d: y.address,
             bias: bias.map(|b| b.address),
         };
-        let key = key(
-            Product::Forward,
-            shape,
-            x.dtype,
-            y.dtype,
-            residual.is_some(),
-            operands,
-        );
+        let key = key(Product::Forward, shape, x.dtype, y.dtype, residual.is_some(), operands);
         self.multiply(stream, workspace, key, operands)
     }
 
@@ -191,29 +177,12 @@ impl Gemm {
         shape: Linear,
         into: Into,
     ) -> Result<()> {
-        let Linear {
-            tokens,
-            inputs,
-            outputs,
-        } = shape;
+        let Linear { tokens, inputs, outputs } = shape;
         expect("d_y", d_y, tokens * outputs, d_y.dtype);
         expect("w", w, outputs * inputs, d_y.dtype);
         expect("d_x", d_x, tokens * inputs, d_y.dtype);
-        let operands = Operands {
-            a: w.address,
-            b: d_y.address,
-            c: d_x.address,
-            d: d_x.address,
-            bias: None,
-        };
-        let key = key(
-            Product::BackwardInput,
-            shape,
-            d_y.dtype,
-            d_x.dtype,
-            into == Into::Add,
-            operands,
-        );
+        let operands = Operands { a: w.address, b: d_y.address, c: d_x.address, d: d_x.address, bias: None };
+        let key = key(Product::BackwardInput, shape, d_y.dtype, d_x.dtype, into == Into::Add, operands);
         self.multiply(stream, workspace, key, operands).map(|_| ())
     }
 
@@ -228,49 +197,18 @@ impl Gemm {
         shape: Linear,
         into: Into,
     ) -> Result<()> {
-        let Linear {
-            tokens,
-            inputs,
-            outputs,
-        } = shape;
+        let Linear { tokens, inputs, outputs } = shape;
         expect("d_y", d_y, tokens * outputs, d_y.dtype);
         expect("x", x, tokens * inputs, d_y.dtype);
-        assert!(
-            d_w.dtype == d_y.dtype || d_w.dtype == DType::F32,
-            "d_w is {:?}",
-            d_w.dtype
-        );
+        assert!(d_w.dtype == d_y.dtype || d_w.dtype == DType::F32, "d_w is {:?}", d_w.dtype);
         expect("d_w", d_w, outputs * inputs, d_w.dtype);
-        let operands = Operands {
-            a: x.address,
-            b: d_y.address,
-            c: d_w.address,
-            d: d_w.address,
-            bias: None,
-        };
-        let key = key(
-            Product::BackwardWeight,
-            shape,
-            d_y.dtype,
-            d_w.dtype,
-            into == Into::Add,
-            operands,
-        );
+        let operands = Operands { a: x.address, b: d_y.address, c: d_w.address, d: d_w.address, bias: None };
+        let key = key(Product::BackwardWeight, shape, d_y.dtype, d_w.dtype, into == Into::Add, operands);
         self.multiply(stream, workspace, key, operands).map(|_| ())
     }
 
-    fn multiply(
-        &self,
-        stream: CUstream,
-        workspace: Workspace,
-        key: Key,
-        operands: Operands,
-    ) -> Result<bool> {
-        let Linear {
-            tokens,
-            inputs,
-            outputs,
-        } = key.shape;
+    fn multiply(&self, stream: CUstream, workspace: Workspace, key: Key, operands: Operands) -> Result<bool> {
+        let Linear { tokens, inputs, outputs } = key.shape;
         if tokens == 0 || inputs == 0 || outputs == 0 {
             return Ok(true);
         }
@@ -288,15 +226,7 @@ impl Gemm {
                 }
             };
         }
-        self.launch(
-            stream,
-            workspace,
-            key,
-            &table[&key],
-            &table[&key].algorithm,
-            operands,
-            1.0,
-        )?;
+        self.launch(stream, workspace, key, &table[&key], &table[&key].algorithm, operands, 1.0)?;
         Ok(true)
     }
 
@@ -311,11 +241,7 @@ impl Gemm {
         alpha: f32,
     ) -> Result<()> {
         if let Some(bias) = operands.bias {
-            set(
-                prepared.description,
-                Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER,
-                &bias,
-            )?;
+            set(prepared.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
         }
         let beta = if key.adds { 1.0f32 } else { 0.0 };
         // SAFETY: live handles; the operands were checked against their arenas; scalars are read before the
@@ -352,11 +278,7 @@ impl Gemm {
     ) -> Result<Option<Prepared>> {
         let mut prepared = describe(key, self.tf32)?;
         if let Some(bias) = operands.bias {
-            set(
-                prepared.description,
-                Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER,
-                &bias,
-            )?;
+            set(prepared.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
         }
         let candidates = self.candidates(&prepared, key, workspace.bytes.min(WORKSPACE_BYTES))?;
         let Some(first) = candidates.first() else {
@@ -364,35 +286,22 @@ impl Gemm {
         };
         prepared.algorithm = *first;
         // A remembered algorithm counts only while the library still offers it for this very product.
-        let remembered = self
-            .algorithms
-            .lock()
-            .get(key, self.tf32)
-            .filter(|data| candidates.iter().any(|c| c.data == *data));
+        let remembered =
+            self.algorithms.lock().get(key, self.tf32).filter(|data| candidates.iter().any(|c| c.data == *data));
         if let Some(data) = remembered {
             prepared.algorithm = lt::cublasLtMatmulAlgo_t { data };
         } else if self.tunes && candidates.len() > 1 {
-            prepared.algorithm =
-                self.fastest(stream, workspace, key, &prepared, &candidates, operands)?;
-            self.algorithms
-                .lock()
-                .put(key, self.tf32, prepared.algorithm.data);
+            prepared.algorithm = self.fastest(stream, workspace, key, &prepared, &candidates, operands)?;
+            self.algorithms.lock().put(key, self.tf32, prepared.algorithm.data);
         }
         Ok(Some(prepared))
     }
 
-    fn candidates(
-        &self,
-        prepared: &Prepared,
-        key: Key,
-        workspace_bytes: u64,
-    ) -> Result<Vec<lt::cublasLtMatmulAlgo_t>> {
+    fn candidates(&self, prepared: &Prepared, key: Key, workspace_bytes: u64) -> Result<Vec<lt::cublasLtMatmulAlgo_t>> {
         use lt::cublasLtMatmulPreferenceAttributes_t as Preference;
         let mut preference = std::ptr::null_mut();
         // SAFETY: writes one handle.
-        checked("cublasLtMatmulPreferenceCreate", unsafe {
-            lt::cublasLtMatmulPreferenceCreate(&mut preference)
-        })?;
+        checked("cublasLtMatmulPreferenceCreate", unsafe { lt::cublasLtMatmulPreferenceCreate(&mut preference) })?;
         let prefer = |attribute, value: *const c_void, bytes: usize| {
             // SAFETY: a live handle, and a value of the attribute's size.
             checked("cublasLtMatmulPreferenceSetAttribute", unsafe {
@@ -401,16 +310,8 @@ impl Gemm {
         };
         let no_reduction = 0u32;
         let ask = || {
-            prefer(
-                Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                (&raw const workspace_bytes).cast(),
-                8,
-            )?;
-            prefer(
-                Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                (&raw const no_reduction).cast(),
-                4,
-            )?;
+            prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (&raw const workspace_bytes).cast(), 8)?;
+            prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const no_reduction).cast(), 4)?;
             for attribute in [
                 Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
                 Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -420,8 +321,7 @@ impl Gemm {
                 prefer(attribute, (&raw const key.alignment).cast(), 4)?;
             }
             let mut results =
-                [const { std::mem::MaybeUninit::<lt::cublasLtMatmulHeuristicResult_t>::zeroed() };
-                    CANDIDATES];
+                [const { std::mem::MaybeUninit::<lt::cublasLtMatmulHeuristicResult_t>::zeroed() }; CANDIDATES];
             let mut count = 0;
             // SAFETY: live handles; writes at most CANDIDATES results and their count.
             let status = unsafe {
@@ -447,8 +347,7 @@ impl Gemm {
                 // SAFETY: zero is a valid value of every field, and the library has filled these.
                 .map(|result| unsafe { result.assume_init_ref() })
                 .filter(|r| {
-                    r.state == cublasStatus_t::CUBLAS_STATUS_SUCCESS
-                        && r.workspaceSize as u64 <= workspace_bytes
+                    r.state == cublasStatus_t::CUBLAS_STATUS_SUCCESS && r.workspaceSize as u64 <= workspace_bytes
                 })
                 .map(|r| r.algo)
                 .collect())
@@ -476,9 +375,7 @@ impl Gemm {
             // The same product without the addition differs by the write-back only: its choice will do.
             let twin = Key { adds: false, ..key };
             let known = self.algorithms.lock().get(twin, self.tf32);
-            if let Some(algorithm) =
-                known.and_then(|data| candidates.iter().find(|c| c.data == data))
-            {
+            if let Some(algorithm) = known.and_then(|data| candidates.iter().find(|c| c.data == data)) {
                 return Ok(*algorithm);
             }
             if key.result == DType::F32 || key.bias {
@@ -491,10 +388,7 @@ impl Gemm {
         let mut best = (f32::INFINITY, candidates[0]);
         for algorithm in candidates {
             // The first run loads the kernel; a candidate that is refused is no candidate.
-            if self
-                .launch(stream, workspace, key, prepared, algorithm, operands, alpha)
-                .is_err()
-            {
+            if self.launch(stream, workspace, key, prepared, algorithm, operands, alpha).is_err() {
                 continue;
             }
             // SAFETY: live handles of the current context.
@@ -556,37 +450,14 @@ impl Drop for Prepared {
 
 #[track_caller]
 fn expect(name: &str, operand: Ptr, elements: u64, dtype: DType) {
-    assert!(
-        operand.dtype == dtype,
-        "{name} is {:?} where {dtype:?} is needed",
-        operand.dtype
-    );
-    assert!(
-        operand.elements >= elements,
-        "{name} has {} elements where {elements} are needed",
-        operand.elements
-    );
+    assert!(operand.dtype == dtype, "{name} is {:?} where {dtype:?} is needed", operand.dtype);
+    assert!(operand.elements >= elements, "{name} has {} elements where {elements} are needed", operand.elements);
 }
 
-fn key(
-    product: Product,
-    shape: Linear,
-    operands: DType,
-    result: DType,
-    adds: bool,
-    at: Operands,
-) -> Key {
+fn key(product: Product, shape: Linear, operands: DType, result: DType, adds: bool, at: Operands) -> Key {
     let addresses = at.a | at.b | at.c | at.d | at.bias.unwrap_or(0) | 16;
     let alignment = 1 << addresses.trailing_zeros();
-    Key {
-        product,
-        shape,
-        operands,
-        result,
-        adds,
-        bias: at.bias.is_some(),
-        alignment,
-    }
+    Key { product, shape, operands, result, adds, bias: at.bias.is_some(), alignment }
 }
 
 fn data_type(dtype: DType) -> Result<cudaDataType_t> {
@@ -605,22 +476,13 @@ fn data_type(dtype: DType) -> Result<cudaDataType_t> {
 fn set<T>(description: lt::cublasLtMatmulDesc_t, attribute: Attribute, value: &T) -> Result<()> {
     // SAFETY: a live handle, and a value of the attribute's size (all callers pass the documented type).
     checked("cublasLtMatmulDescSetAttribute", unsafe {
-        lt::cublasLtMatmulDescSetAttribute(
-            description,
-            attribute,
-            (&raw const *value).cast(),
-            size_of::<T>(),
-        )
+        lt::cublasLtMatmulDescSetAttribute(description, attribute, (&raw const *value).cast(), size_of::<T>())
     })
 }
 
 /// (m, n, k) and for A and B whether they are read transposed, in cuBLAS's column-major terms.
 fn layout(product: Product, shape: Linear) -> ([u64; 3], [bool; 2]) {
-    let Linear {
-        tokens,
-        inputs,
-        outputs,
-    } = shape;
+    let Linear { tokens, inputs, outputs } = shape;
     match product {
         Product::Forward => ([outputs, tokens, inputs], [true, false]),
         Product::BackwardInput => ([inputs, tokens, outputs], [false, false]),
@@ -659,23 +521,11 @@ fn describe(key: Key, tf32: bool) -> Result<Prepared> {
     create(&mut made.b, operand, b_rows, b_columns)?;
     create(&mut made.c, result, m, n)?;
     // CUBLAS_OP_N = 0, CUBLAS_OP_T = 1
-    set(
-        made.description,
-        Attribute::CUBLASLT_MATMUL_DESC_TRANSA,
-        &i32::from(transposed[0]),
-    )?;
-    set(
-        made.description,
-        Attribute::CUBLASLT_MATMUL_DESC_TRANSB,
-        &i32::from(transposed[1]),
-    )?;
+    set(made.description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(transposed[0]))?;
+    set(made.description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(transposed[1]))?;
     if key.bias {
         let epilogue = lt::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
-        set(
-            made.description,
-            Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE,
-            &epilogue,
-        )?;
+        set(made.description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
     }
     Ok(made)
 }
@@ -687,18 +537,11 @@ mod tests {
     /// The table at the top of this file, on numbers: column-major products of row-major memory.
     #[test]
     fn layouts_are_the_products_of_a_linear_layer() {
-        let shape = Linear {
-            tokens: 3,
-            inputs: 4,
-            outputs: 5,
-        };
+        let shape = Linear { tokens: 3, inputs: 4, outputs: 5 };
         let (t, i, o) = (3, 4, 5);
-        let number =
-            |row: usize, column: usize, seed: usize| ((row * 7 + column * 3 + seed) % 11) as f64;
+        let number = |row: usize, column: usize, seed: usize| ((row * 7 + column * 3 + seed) % 11) as f64;
         let matrix = |rows: usize, columns: usize, seed| -> Vec<f64> {
-            (0..rows * columns)
-                .map(|at| number(at / columns, at % columns, seed))
-                .collect()
+            (0..rows * columns).map(|at| number(at / columns, at % columns, seed)).collect()
         };
         let (x, w, dy) = (matrix(t, i, 1), matrix(o, i, 2), matrix(t, o, 3));
         let gemm = |product, a: &[f64], b: &[f64]| {
@@ -709,16 +552,8 @@ mod tests {
             for column in 0..n {
                 for row in 0..m {
                     for at in 0..k {
-                        let left = if ta {
-                            a[row * lda + at]
-                        } else {
-                            a[at * lda + row]
-                        };
-                        let right = if tb {
-                            b[at * ldb + column]
-                        } else {
-                            b[column * ldb + at]
-                        };
+                        let left = if ta { a[row * lda + at] } else { a[at * lda + row] };
+                        let right = if tb { b[at * ldb + column] } else { b[column * ldb + at] };
                         d[column * m + row] += left * right;
                     }
                 }
@@ -726,27 +561,19 @@ mod tests {
             d
         };
         let rows = |rows: usize, columns: usize, at: &dyn Fn(usize, usize) -> f64| -> Vec<f64> {
-            (0..rows * columns)
-                .map(|e| at(e / columns, e % columns))
-                .collect()
+            (0..rows * columns).map(|e| at(e / columns, e % columns)).collect()
         };
         assert_eq!(
             gemm(Product::Forward, &w, &x),
-            rows(t, o, &|r, c| (0..i)
-                .map(|k| x[r * i + k] * w[c * i + k])
-                .sum())
+            rows(t, o, &|r, c| (0..i).map(|k| x[r * i + k] * w[c * i + k]).sum())
         );
         assert_eq!(
             gemm(Product::BackwardInput, &w, &dy),
-            rows(t, i, &|r, c| (0..o)
-                .map(|k| dy[r * o + k] * w[k * i + c])
-                .sum())
+            rows(t, i, &|r, c| (0..o).map(|k| dy[r * o + k] * w[k * i + c]).sum())
         );
         assert_eq!(
             gemm(Product::BackwardWeight, &x, &dy),
-            rows(o, i, &|r, c| (0..t)
-                .map(|k| dy[k * o + r] * x[k * i + c])
-                .sum())
+            rows(o, i, &|r, c| (0..t).map(|k| dy[k * o + r] * x[k * i + c]).sum())
         );
     }
 }

@@ -79,14 +79,7 @@ impl HostUpdate {
                     };
                     update::update(update, part, multiplier);
                 }
-                HostUpdate::Hessian {
-                    gradient,
-                    hessian,
-                    beta2,
-                    tokens,
-                    inverse_loss_scale,
-                    control,
-                } => {
+                HostUpdate::Hessian { gradient, hessian, beta2, tokens, inverse_loss_scale, control } => {
                     if multiplier(control).is_none() {
                         return Ok(());
                     }
@@ -113,18 +106,9 @@ unsafe fn multiplier(view: HostView) -> Option<f32> {
 /// # Safety
 /// As for [`HostUpdate::carry_out`].
 unsafe fn slice<'a, T: Pod>(view: HostView) -> &'a mut [T] {
-    assert!(
-        view.at.address.cast::<T>().is_aligned(),
-        "host state is not aligned to {} bytes",
-        align_of::<T>()
-    );
+    assert!(view.at.address.cast::<T>().is_aligned(), "host state is not aligned to {} bytes", align_of::<T>());
     // SAFETY: aligned; the rest is passed on to the caller.
-    unsafe {
-        std::slice::from_raw_parts_mut(
-            view.at.address.cast(),
-            view.at.bytes as usize / size_of::<T>(),
-        )
-    }
+    unsafe { std::slice::from_raw_parts_mut(view.at.address.cast(), view.at.bytes as usize / size_of::<T>()) }
 }
 
 /// # Safety
@@ -134,19 +118,12 @@ unsafe fn weights<'a>(parameter: HostView, master: Option<HostView>) -> Result<W
     unsafe {
         match (parameter.dtype, master.map(|m| (m, m.dtype))) {
             (DType::F32, None) => Ok(Weights::F32(slice(parameter))),
-            (DType::Bf16, Some((m, DType::F32))) => {
-                Ok(Weights::Bf16Master(slice(parameter), slice(m)))
+            (DType::Bf16, Some((m, DType::F32))) => Ok(Weights::Bf16Master(slice(parameter), slice(m))),
+            (DType::Bf16, Some((m, DType::Rem16))) => Ok(Weights::Bf16Split(slice(parameter), slice(m))),
+            (DType::F16, Some((m, DType::F32))) => Ok(Weights::F16Master(slice(parameter), slice(m))),
+            (weight, master) => {
+                Err(unsupported(&format!("weights in {weight:?} with master {:?}", master.map(|m| m.1))))
             }
-            (DType::Bf16, Some((m, DType::Rem16))) => {
-                Ok(Weights::Bf16Split(slice(parameter), slice(m)))
-            }
-            (DType::F16, Some((m, DType::F32))) => {
-                Ok(Weights::F16Master(slice(parameter), slice(m)))
-            }
-            (weight, master) => Err(unsupported(&format!(
-                "weights in {weight:?} with master {:?}",
-                master.map(|m| m.1)
-            ))),
         }
     }
 }
@@ -187,6 +164,7 @@ fn unsupported(what: &str) -> Error {
     Error::Unsupported {
         what: format!("an update on the host of {what}"),
         backend: "cuda",
-        instead: "use f32, bf16 with an f32 or 16-bit master, or f16 with an f32 master; moments in f32, bf16 or q8".into(),
+        instead: "use f32, bf16 with an f32 or 16-bit master, or f16 with an f32 master; moments in f32, bf16 or q8"
+            .into(),
     }
 }

@@ -60,14 +60,8 @@ struct Opened {
 fn opened(name: &'static str) -> Result<&'static Opened> {
     type Tried = Mutex<BTreeMap<&'static str, std::result::Result<&'static Opened, Error>>>;
     static TRIED: OnceLock<Tried> = OnceLock::new();
-    let mut tried = TRIED
-        .get_or_init(Tried::default)
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
-    tried
-        .entry(name)
-        .or_insert_with(|| open(name).map(|opened| &*Box::leak(Box::new(opened))))
-        .clone()
+    let mut tried = TRIED.get_or_init(Tried::default).lock().unwrap_or_else(PoisonError::into_inner);
+    tried.entry(name).or_insert_with(|| open(name).map(|opened| &*Box::leak(Box::new(opened)))).clone()
 }
 
 fn open(name: &'static str) -> Result<Opened> {
@@ -78,10 +72,7 @@ fn open(name: &'static str) -> Result<Opened> {
         }
         // SAFETY: the initialisers of NVIDIA's libraries have no preconditions; the library is never closed.
         match unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) } {
-            Ok(library) => Some(Opened {
-                library,
-                path: path.to_owned(),
-            }),
+            Ok(library) => Some(Opened { library, path: path.to_owned() }),
             Err(error) => {
                 refusals.push(cause(&error));
                 None
@@ -108,12 +99,7 @@ fn open(name: &'static str) -> Result<Opened> {
             return Ok(opened);
         }
     }
-    let looked: Vec<_> = folders
-        .explicit
-        .iter()
-        .chain(&folders.known)
-        .map(|f| f.display().to_string())
-        .collect();
+    let looked: Vec<_> = folders.explicit.iter().chain(&folders.known).map(|f| f.display().to_string()).collect();
     Err(Error::Library {
         library: name.to_owned(),
         reason: format!(
@@ -127,10 +113,7 @@ fn open(name: &'static str) -> Result<Opened> {
 
 /// NVRTC opens its builtins by short name when it compiles: they must be there before.
 fn open_builtins_beside(nvrtc: &Path) {
-    let Some(folder) = nvrtc
-        .parent()
-        .filter(|folder| folder.is_dir() && !folder.as_os_str().is_empty())
-    else {
+    let Some(folder) = nvrtc.parent().filter(|folder| folder.is_dir() && !folder.as_os_str().is_empty()) else {
         return;
     };
     let Ok(entries) = std::fs::read_dir(folder) else {
@@ -142,9 +125,7 @@ fn open_builtins_beside(nvrtc: &Path) {
         // ".alt" is a twin for another compiler; only the plain one is asked for.
         if name.starts_with(NVRTC_BUILTINS) && !name.contains(".alt") {
             // SAFETY: as in `open`. A failure shows when NVRTC compiles, with NVRTC's own message.
-            if let Ok(library) =
-                unsafe { Library::open(Some(entry.path()), RTLD_NOW | RTLD_GLOBAL) }
-            {
+            if let Ok(library) = unsafe { Library::open(Some(entry.path()), RTLD_NOW | RTLD_GLOBAL) } {
                 std::mem::forget(library);
             }
         }
@@ -162,9 +143,8 @@ struct Folders {
 }
 
 fn folders() -> Folders {
-    let explicit = std::env::var_os(LIBRARIES_VARIABLE)
-        .map(|v| std::env::split_paths(&v).collect())
-        .unwrap_or_default();
+    let explicit =
+        std::env::var_os(LIBRARIES_VARIABLE).map(|v| std::env::split_paths(&v).collect()).unwrap_or_default();
     let mut known = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
         if let Some(root) = std::env::var_os(variable).filter(|root| !root.is_empty()) {
@@ -179,9 +159,7 @@ fn folders() -> Folders {
         }
     }
     if let Some(path) = std::env::var_os("PATH") {
-        let python = std::env::split_paths(&path)
-            .map(|folder| folder.join("python3"))
-            .find(|python| python.exists());
+        let python = std::env::split_paths(&path).map(|folder| folder.join("python3")).find(|python| python.exists());
         if let Some(python) = python {
             for root in roots_of(&python) {
                 python_packages(&root, &mut known);
@@ -212,10 +190,7 @@ fn roots_of(python: &Path) -> Vec<PathBuf> {
             Err(_) => break,
         }
     }
-    if let Some(root) = std::fs::canonicalize(python)
-        .ok()
-        .and_then(|p| p.parent()?.parent().map(Path::to_owned))
-    {
+    if let Some(root) = std::fs::canonicalize(python).ok().and_then(|p| p.parent()?.parent().map(Path::to_owned)) {
         roots.push(root);
     }
     roots
@@ -224,18 +199,14 @@ fn roots_of(python: &Path) -> Vec<PathBuf> {
 /// Adds the `lib` folders of NVIDIA's Python packages under an interpreter's root.
 fn python_packages(root: &Path, folders: &mut Vec<PathBuf>) {
     let list = |folder: &Path| -> Vec<PathBuf> {
-        let mut entries: Vec<_> = std::fs::read_dir(folder)
-            .map(|d| d.flatten().map(|e| e.path()).collect())
-            .unwrap_or_default();
+        let mut entries: Vec<_> =
+            std::fs::read_dir(folder).map(|d| d.flatten().map(|e| e.path()).collect()).unwrap_or_default();
         entries.sort();
         entries
     };
     for lib in ["lib", "lib64"] {
         for python in list(&root.join(lib)) {
-            if !python
-                .file_name()
-                .is_some_and(|n| n.to_string_lossy().starts_with("python3"))
-            {
+            if !python.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")) {
                 continue;
             }
             for packages in ["site-packages", "dist-packages"] {
@@ -258,16 +229,14 @@ impl Opened {
     unsafe fn function<F: Copy>(&self, library: &'static str, name: &str) -> Result<F> {
         let symbol = format!("{name}\0");
         // SAFETY: the caller vouches for the type. The library is never closed.
-        unsafe { self.library.get::<F>(symbol.as_bytes()) }
-            .map(|symbol| *symbol)
-            .map_err(|error| Error::Library {
-                library: library.to_owned(),
-                reason: format!(
-                    "{} has no function {name} ({}); install the version the README names",
-                    self.path.display(),
-                    cause(&error)
-                ),
-            })
+        unsafe { self.library.get::<F>(symbol.as_bytes()) }.map(|symbol| *symbol).map_err(|error| Error::Library {
+            library: library.to_owned(),
+            reason: format!(
+                "{} has no function {name} ({}); install the version the README names",
+                self.path.display(),
+                cause(&error)
+            ),
+        })
     }
 }
 
@@ -303,10 +272,7 @@ pub(crate) unsafe fn nccl_function<F: Copy>(name: &str) -> Result<F> {
 
 /// Opens and starts the driver. Returns its CUDA version, e.g. 13000.
 fn driver() -> Result<i32> {
-    let unusable = |reason: String| Error::Library {
-        library: DRIVER.to_owned(),
-        reason,
-    };
+    let unusable = |reason: String| Error::Library { library: DRIVER.to_owned(), reason };
     // SAFETY: the C types of these functions of the driver API.
     let (start, version) = unsafe {
         (
@@ -358,15 +324,11 @@ pub fn device_count() -> Result<usize> {
     let mut count = 0;
     // SAFETY: the C type of cuDeviceGetCount, which writes one int.
     let code = unsafe {
-        let get =
-            function::<unsafe extern "C" fn(*mut c_int) -> c_int>(DRIVER, "cuDeviceGetCount")?;
+        let get = function::<unsafe extern "C" fn(*mut c_int) -> c_int>(DRIVER, "cuDeviceGetCount")?;
         get(&mut count)
     };
     if code != 0 {
-        return Err(Error::Device {
-            call: "cuDeviceGetCount".into(),
-            reason: format!("code {code}"),
-        });
+        return Err(Error::Device { call: "cuDeviceGetCount".into(), reason: format!("code {code}") });
     }
     Ok(usize::try_from(count).unwrap_or(0))
 }
@@ -377,15 +339,10 @@ pub fn survey() -> Vec<Found> {
     let entry = |library, purpose, version: Result<String>| Found {
         library,
         purpose,
-        state: version
-            .map_err(|error| error.to_string())
-            .and_then(|version| match opened(library) {
-                Ok(opened) => Ok(Usable {
-                    path: opened.path.clone(),
-                    version,
-                }),
-                Err(error) => Err(error.to_string()),
-            }),
+        state: version.map_err(|error| error.to_string()).and_then(|version| match opened(library) {
+            Ok(opened) => Ok(Usable { path: opened.path.clone(), version }),
+            Err(error) => Err(error.to_string()),
+        }),
     };
     vec![
         entry(
@@ -393,11 +350,7 @@ pub fn survey() -> Vec<Found> {
             "the GPU; without it only the CPU backend works",
             driver().map(|v| format!("CUDA {}.{}", v / 1000, v % 1000 / 10)),
         ),
-        entry(
-            NVRTC,
-            "compiles Castor's kernels; required with a GPU",
-            nvrtc_version(),
-        ),
+        entry(NVRTC, "compiles Castor's kernels; required with a GPU", nvrtc_version()),
         entry(
             CUBLASLT,
             "matrix products; required with a GPU",
@@ -416,10 +369,7 @@ fn nvrtc_version() -> Result<String> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the C type of nvrtcVersion, which writes two ints.
     unsafe {
-        let get = function::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(
-            NVRTC,
-            "nvrtcVersion",
-        )?;
+        let get = function::<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int>(NVRTC, "nvrtcVersion")?;
         get(&mut major, &mut minor);
     }
     Ok(format!("{major}.{minor}"))
@@ -428,12 +378,7 @@ fn nvrtc_version() -> Result<String> {
 fn size_version(library: &'static str, name: &str, major: usize, minor: usize) -> Result<String> {
     // SAFETY: the C type of cublasLtGetVersion and cudnnGetVersion.
     let number = unsafe { function::<unsafe extern "C" fn() -> usize>(library, name)?() };
-    Ok(format!(
-        "{}.{}.{}",
-        number / major,
-        number % major / minor,
-        number % minor
-    ))
+    Ok(format!("{}.{}.{}", number / major, number % major / minor, number % minor))
 }
 
 fn nccl_version() -> Result<String> {
@@ -443,12 +388,7 @@ fn nccl_version() -> Result<String> {
         let get = function::<unsafe extern "C" fn(*mut c_int) -> c_int>(NCCL, "ncclGetVersion")?;
         get(&mut number);
     }
-    Ok(format!(
-        "{}.{}.{}",
-        number / 10_000,
-        number % 10_000 / 100,
-        number % 100
-    ))
+    Ok(format!("{}.{}.{}", number / 10_000, number % 10_000 / 100, number % 100))
 }
 
 #[cfg(test)]
@@ -459,12 +399,7 @@ mod tests {
     fn survey_says_one_sentence_for_what_is_missing() {
         for found in survey() {
             match found.state {
-                Ok(usable) => println!(
-                    "{}: {} {}",
-                    found.library,
-                    usable.version,
-                    usable.path.display()
-                ),
+                Ok(usable) => println!("{}: {} {}", found.library, usable.version, usable.path.display()),
                 Err(sentence) => {
                     println!("{sentence}");
                     assert!(sentence.starts_with(found.library), "{sentence}");
@@ -485,16 +420,8 @@ mod tests {
         std::fs::create_dir_all(root.path().join("system/bin")).unwrap();
         std::fs::write(root.path().join("system/bin/python3.12"), "").unwrap();
         let link = std::os::unix::fs::symlink::<&Path, PathBuf>;
-        link(
-            Path::new("../../system/bin/python3.12"),
-            environment.join("bin/python3"),
-        )
-        .unwrap();
-        link(
-            &environment.join("bin/python3"),
-            root.path().join("local/bin/python3"),
-        )
-        .unwrap();
+        link(Path::new("../../system/bin/python3.12"), environment.join("bin/python3")).unwrap();
+        link(&environment.join("bin/python3"), root.path().join("local/bin/python3")).unwrap();
         let mut folders = Vec::new();
         for found in roots_of(&root.path().join("local/bin/python3")) {
             python_packages(&found, &mut folders);

@@ -80,17 +80,8 @@ impl Marks {
             issued: Default::default(),
             timed,
         };
-        let flags = if timed {
-            0
-        } else {
-            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
-        };
-        for _ in [
-            Stream::Compute,
-            Stream::HostToDevice,
-            Stream::DeviceToHost,
-            Stream::Collective,
-        ] {
+        let flags = if timed { 0 } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 };
+        for _ in [Stream::Compute, Stream::HostToDevice, Stream::DeviceToHost, Stream::Collective] {
             // Pushed before it is filled, so that a failure half way still cleans up.
             marks.queues.push(Queue {
                 stream: std::ptr::null_mut(),
@@ -99,20 +90,14 @@ impl Marks {
                 last: AtomicU64::new(0),
                 reached: AtomicU64::new(0),
             });
-            let Some(queue) = marks.queues.last_mut() else {
-                unreachable!()
-            };
+            let Some(queue) = marks.queues.last_mut() else { unreachable!() };
             let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             // SAFETY: writes one handle.
-            check("cuStreamCreate", unsafe {
-                sys::cuStreamCreate(&mut queue.stream, non_blocking)
-            })?;
+            check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut queue.stream, non_blocking) })?;
             for _ in 0..RING {
                 let mut event = std::ptr::null_mut();
                 // SAFETY: writes one handle.
-                check("cuEventCreate", unsafe {
-                    sys::cuEventCreate(&mut event, flags)
-                })?;
+                check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
                 queue.events.push(event);
             }
         }
@@ -129,10 +114,7 @@ impl Marks {
 
     #[track_caller]
     fn queue(&self, stream: Stream) -> &Queue {
-        assert!(
-            Engine::of(stream).is_none(),
-            "{stream:?} is not a CUDA stream"
-        );
+        assert!(Engine::of(stream).is_none(), "{stream:?} is not a CUDA stream");
         &self.queues[stream.index()]
     }
 
@@ -185,17 +167,12 @@ impl Marks {
         let number = queue.last.load(Ordering::Relaxed) + 1;
         if number > RING {
             // The event's old mark must be over; it nearly always is.
-            self.join(Mark {
-                stream,
-                number: number - RING,
-            })?;
+            self.join(Mark { stream, number: number - RING })?;
         }
         let slot = (number % RING) as usize;
         queue.host_work[slot].store(host_work, Ordering::Relaxed);
         // SAFETY: handles of this context.
-        check("cuEventRecord", unsafe {
-            sys::cuEventRecord(queue.events[slot], queue.stream)
-        })?;
+        check("cuEventRecord", unsafe { sys::cuEventRecord(queue.events[slot], queue.stream) })?;
         queue.last.store(number, Ordering::Release);
         Ok(Mark { stream, number })
     }
@@ -215,14 +192,8 @@ impl Marks {
         }
         let slot = (mark.number % RING) as usize;
         // SAFETY: handles of this context; the event was recorded for this mark.
-        check("cuStreamWaitEvent", unsafe {
-            sys::cuStreamWaitEvent(waiting, queue.events[slot], 0)
-        })?;
-        self.stream_wait_engine(
-            waiting,
-            Engine::Host,
-            queue.host_work[slot].load(Ordering::Relaxed),
-        )
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(waiting, queue.events[slot], 0) })?;
+        self.stream_wait_engine(waiting, Engine::Host, queue.host_work[slot].load(Ordering::Relaxed))
     }
 
     /// Makes `Compute` wait for the host's updates up to `number`.
@@ -237,17 +208,12 @@ impl Marks {
         let address = self.counters.device(engine as usize * 64);
         let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: a registered, device-visible, aligned counter that outlives the streams.
-        check("cuStreamWaitValue64", unsafe {
-            sys::cuStreamWaitValue64_v2(waiting, address, number, at_least)
-        })
+        check("cuStreamWaitValue64", unsafe { sys::cuStreamWaitValue64_v2(waiting, address, number, at_least) })
     }
 
     fn known_reached(&self, queue: &Queue, number: u64) -> bool {
         let last = queue.last.load(Ordering::Acquire);
-        assert!(
-            number <= last,
-            "mark {number} was never given out (the last is {last})"
-        );
+        assert!(number <= last, "mark {number} was never given out (the last is {last})");
         // A slot is taken again only after its mark was reached.
         number + RING <= last || number <= queue.reached.load(Ordering::Acquire)
     }
@@ -327,19 +293,16 @@ impl Marks {
 
     /// Makes the context current on the calling thread.
     pub(crate) fn bind(&self) -> Result<()> {
-        self.context
-            .bind_to_thread()
-            .map_err(|e| refusal("cuCtxSetCurrent", e))
+        self.context.bind_to_thread().map_err(|e| refusal("cuCtxSetCurrent", e))
     }
 }
 
 /// Says of an asynchronous failure where it was noticed: the failing kernel itself is not known.
 fn failed(mark: Mark, result: Result<()>) -> Error {
     match result {
-        Err(Error::Device { call, reason }) => Error::Device {
-            call,
-            reason: format!("{reason} (work on the device failed before {mark:?})"),
-        },
+        Err(Error::Device { call, reason }) => {
+            Error::Device { call, reason: format!("{reason} (work on the device failed before {mark:?})") }
+        }
         Err(other) => other,
         Ok(()) => unreachable!("only called with a failure"),
     }

@@ -24,10 +24,7 @@ pub use loader::{Found, LIBRARIES_VARIABLE, Usable, device_count, survey};
 
 use crate::block_io::BlockOptions;
 use crate::link::Link;
-use crate::{
-    Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier,
-    View,
-};
+use crate::{Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier, View};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUstream};
 use driver::{DeviceArena, Failures, HostArena, SharedPage, check, refusal};
@@ -117,11 +114,7 @@ impl Cuda {
         };
         let worker = |engine| Worker::start(engine, marks.clone(), failures.clone());
         Ok(Cuda {
-            workers: [
-                worker(Engine::NvmeRead)?,
-                worker(Engine::NvmeWrite)?,
-                worker(Engine::Host)?,
-            ],
+            workers: [worker(Engine::NvmeRead)?, worker(Engine::NvmeWrite)?, worker(Engine::Host)?],
             nccl,
             cudnn,
             gemm,
@@ -130,10 +123,7 @@ impl Cuda {
             nvme: OnceLock::new(),
             host: OnceLock::new(),
             device: OnceLock::new(),
-            workspace: Mutex::new(Workspace {
-                address: 0,
-                bytes: 0,
-            }),
+            workspace: Mutex::new(Workspace { address: 0, bytes: 0 }),
             failures,
             marks,
             context,
@@ -154,45 +144,28 @@ impl Cuda {
     /// Address of a device view.
     #[track_caller]
     fn ptr(&self, view: View) -> Ptr {
-        assert!(
-            view.span.tier == Tier::Device,
-            "{view:?} is not on the device"
-        );
-        let Some(arena) = self.device.get() else {
-            panic!("{view:?} is used before the device tier is reserved")
-        };
+        assert!(view.span.tier == Tier::Device, "{view:?} is not on the device");
+        let Some(arena) = self.device.get() else { panic!("{view:?} is used before the device tier is reserved") };
         inside(view.span, arena.bytes);
-        Ptr {
-            address: arena.base + view.span.offset,
-            dtype: view.dtype,
-            elements: view.elements(),
-        }
+        Ptr { address: arena.base + view.span.offset, dtype: view.dtype, elements: view.elements() }
     }
 
     /// Address of a host span.
     #[track_caller]
     fn host_bytes(&self, span: Span) -> HostBytes {
         assert!(span.tier == Tier::Host, "{span:?} is not on the host");
-        let Some(arena) = self.host.get() else {
-            panic!("{span:?} is used before the host tier is reserved")
-        };
+        let Some(arena) = self.host.get() else { panic!("{span:?} is used before the host tier is reserved") };
         inside(span, arena.bytes);
         // SAFETY: inside the arena, as just checked.
-        HostBytes {
-            address: unsafe { arena.base.add(span.offset as usize) },
-            bytes: span.bytes,
-        }
+        HostBytes { address: unsafe { arena.base.add(span.offset as usize) }, bytes: span.bytes }
     }
 
     #[track_caller]
     fn file(&self, span: Span) -> &Arc<NvmeArena> {
-        let Some(file) = self.nvme.get() else {
-            panic!("{span:?} is used before the NVMe tier is reserved")
-        };
+        let Some(file) = self.nvme.get() else { panic!("{span:?} is used before the NVMe tier is reserved") };
         inside(span, file.bytes);
         assert!(
-            span.offset.is_multiple_of(nvme::BLOCK_BYTES)
-                && span.bytes.is_multiple_of(nvme::BLOCK_BYTES),
+            span.offset.is_multiple_of(nvme::BLOCK_BYTES) && span.bytes.is_multiple_of(nvme::BLOCK_BYTES),
             "{span:?} is not whole blocks of {} bytes",
             nvme::BLOCK_BYTES
         );
@@ -201,11 +174,7 @@ impl Cuda {
 
     /// Issues work on the compute stream; a refusal is kept for the next join.
     fn compute(&self, work: impl FnOnce(CUstream) -> Result<()>) {
-        self.failures.keep(
-            self.marks
-                .bind()
-                .and_then(|()| work(self.marks.stream(Stream::Compute))),
-        );
+        self.failures.keep(self.marks.bind().and_then(|()| work(self.marks.stream(Stream::Compute))));
     }
 
     fn worker(&self, engine: Engine) -> &Worker {
@@ -232,21 +201,13 @@ impl Cuda {
 
 #[track_caller]
 fn inside(span: Span, bytes: u64) {
-    assert!(
-        span.end() <= bytes,
-        "{span:?} is outside of its arena of {bytes} bytes"
-    );
+    assert!(span.end() <= bytes, "{span:?} is outside of its arena of {bytes} bytes");
 }
 
 impl Drop for Cuda {
     fn drop(&mut self) {
         let drain = || {
-            for stream in [
-                Stream::Compute,
-                Stream::HostToDevice,
-                Stream::DeviceToHost,
-                Stream::Collective,
-            ] {
+            for stream in [Stream::Compute, Stream::HostToDevice, Stream::DeviceToHost, Stream::Collective] {
                 // SAFETY: a live stream. A failure at the end of life has no one to go to.
                 let _ = unsafe { sys::cuStreamSynchronize(self.marks.stream(stream)) };
             }
@@ -271,16 +232,10 @@ impl Memory for Cuda {
     fn reserve(&self, tier: Tier, bytes: u64, folder: Option<&Path>) -> Result<()> {
         self.marks.bind()?;
         let fresh = match tier {
-            Tier::Device => self
-                .device
-                .set(DeviceArena::new(&self.context, bytes)?)
-                .is_ok(),
+            Tier::Device => self.device.set(DeviceArena::new(&self.context, bytes)?).is_ok(),
             Tier::Host => self.host.set(HostArena::new(&self.context, bytes)?).is_ok(),
             Tier::Nvme if bytes == 0 => true,
-            Tier::Nvme => self
-                .nvme
-                .set(Arc::new(NvmeArena::new(folder, bytes, &self.block)?))
-                .is_ok(),
+            Tier::Nvme => self.nvme.set(Arc::new(NvmeArena::new(folder, bytes, &self.block)?)).is_ok(),
         };
         assert!(fresh, "the {tier} tier was reserved before");
         self.introduce();
@@ -301,14 +256,8 @@ impl Memory for Cuda {
         // SAFETY: the target was checked against its arena. The copy may return while its last part is on its
         // way from the driver's buffer, and our streams do not wait for the default one: so we do.
         unsafe {
-            check(
-                "cuMemcpyHtoD",
-                sys::cuMemcpyHtoD_v2(at, bytes.as_ptr().cast(), bytes.len()),
-            )?;
-            check(
-                "cuStreamSynchronize",
-                sys::cuStreamSynchronize(std::ptr::null_mut()),
-            )
+            check("cuMemcpyHtoD", sys::cuMemcpyHtoD_v2(at, bytes.as_ptr().cast(), bytes.len()))?;
+            check("cuStreamSynchronize", sys::cuStreamSynchronize(std::ptr::null_mut()))
         }
     }
 
@@ -324,9 +273,7 @@ impl Memory for Cuda {
             return Ok(());
         }
         // SAFETY: the source was checked against its arena; returns when the bytes are there.
-        check("cuMemcpyDtoH", unsafe {
-            sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), at, out.len())
-        })
+        check("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), at, out.len()) })
     }
 
     fn write_host(&self, target: Span, bytes: &[u8]) {
@@ -351,9 +298,7 @@ impl Order for Cuda {
         }
         let mark = self.marks.bind().and_then(|()| self.marks.record(stream));
         // Where nothing can be recorded any more nothing will be waited for; the join says why.
-        self.failures
-            .keep(mark)
-            .unwrap_or(Mark { stream, number: 0 })
+        self.failures.keep(mark).unwrap_or(Mark { stream, number: 0 })
     }
 
     fn wait(&self, stream: Stream, mark: Mark) {
@@ -363,11 +308,7 @@ impl Order for Cuda {
         match Engine::of(stream) {
             Some(engine) => self.worker(engine).send(Job::Wait(mark)),
             None => {
-                self.failures.keep(
-                    self.marks
-                        .bind()
-                        .and_then(|()| self.marks.stream_wait(stream, mark)),
-                );
+                self.failures.keep(self.marks.bind().and_then(|()| self.marks.stream_wait(stream, mark)));
             }
         }
     }
@@ -381,9 +322,7 @@ impl Order for Cuda {
             // A peer that is gone leaves the stream hanging: look instead of blocking in the driver.
             Some(nccl) => {
                 let mut looks = 0u32;
-                while self.failures.check().is_ok()
-                    && self.failures.keep(self.marks.reached(mark)) == Some(false)
-                {
+                while self.failures.check().is_ok() && self.failures.keep(self.marks.reached(mark)) == Some(false) {
                     looks = looks.wrapping_add(1);
                     if looks.is_multiple_of(1024) {
                         self.failures.keep(nccl.failure());
@@ -407,10 +346,7 @@ impl Order for Cuda {
     }
 
     fn copy(&self, stream: Stream, source: Span, target: Span) -> Result<()> {
-        assert_eq!(
-            source.bytes, target.bytes,
-            "a copy from {source:?} to {target:?}"
-        );
+        assert_eq!(source.bytes, target.bytes, "a copy from {source:?} to {target:?}");
         if source.bytes == 0 {
             return Ok(());
         }
@@ -426,13 +362,14 @@ impl Order for Cuda {
                 self.worker(Engine::NvmeWrite).send(Job::Write { file, offset: target.offset, source });
                 Ok(())
             }
-            (Stream::NvmeRead | Stream::NvmeWrite, _, _) | (_, Tier::Nvme, _) | (_, _, Tier::Nvme) | (_, Tier::Host, Tier::Host) => {
-                Err(Error::Unsupported {
-                    what: format!("a copy from {} to {} on stream {stream:?}", source.tier, target.tier),
-                    backend: "cuda",
-                    instead: "files are read on nvme_read and written on nvme_write, each to or from the host".into(),
-                })
-            }
+            (Stream::NvmeRead | Stream::NvmeWrite, _, _)
+            | (_, Tier::Nvme, _)
+            | (_, _, Tier::Nvme)
+            | (_, Tier::Host, Tier::Host) => Err(Error::Unsupported {
+                what: format!("a copy from {} to {} on stream {stream:?}", source.tier, target.tier),
+                backend: "cuda",
+                instead: "files are read on nvme_read and written on nvme_write, each to or from the host".into(),
+            }),
             _ => self.copy_on(stream, source, target),
         }
     }
@@ -444,10 +381,7 @@ impl Cuda {
             // Updates on the host belong to the compute stream's order, but it does not wait for them
             // unless their memory is touched.
             for span in [source, target] {
-                if let Some(number) = self
-                    .updates
-                    .last_touching(span, self.marks.done(Engine::Host))
-                {
+                if let Some(number) = self.updates.last_touching(span, self.marks.done(Engine::Host)) {
                     self.marks.compute_wait_host(number)?;
                 }
             }
@@ -461,11 +395,7 @@ impl Cuda {
                 sys::cuMemcpyDtoDAsync_v2(to, from, source.bytes as usize, queue)
             });
         }
-        let (host, there) = if source.tier == Tier::Host {
-            (source, target)
-        } else {
-            (target, source)
-        };
+        let (host, there) = if source.tier == Tier::Host { (source, target) } else { (target, source) };
         let (base, there) = (self.host_bytes(host).address, device(there));
         for (offset, bytes) in HostArena::pieces(host.offset, host.bytes) {
             let at = offset - host.offset;
@@ -473,20 +403,10 @@ impl Cuda {
             unsafe {
                 let address = base.add(at as usize);
                 if source.tier == Tier::Host {
-                    let code = sys::cuMemcpyHtoDAsync_v2(
-                        there + at,
-                        address.cast(),
-                        bytes as usize,
-                        queue,
-                    );
+                    let code = sys::cuMemcpyHtoDAsync_v2(there + at, address.cast(), bytes as usize, queue);
                     check("cuMemcpyHtoDAsync", code)?;
                 } else {
-                    let code = sys::cuMemcpyDtoHAsync_v2(
-                        address.cast(),
-                        there + at,
-                        bytes as usize,
-                        queue,
-                    );
+                    let code = sys::cuMemcpyDtoHAsync_v2(address.cast(), there + at, bytes as usize, queue);
                     check("cuMemcpyDtoHAsync", code)?;
                 }
             }
@@ -503,16 +423,12 @@ impl Cuda {
     /// This rank's part of a full view.
     fn own_part(&self, full: View) -> View {
         let bytes = full.span.bytes / u64::from(self.world());
-        View {
-            span: full.span.part(bytes * u64::from(self.rank()), bytes),
-            dtype: full.dtype,
-        }
+        View { span: full.span.part(bytes * u64::from(self.rank()), bytes), dtype: full.dtype }
     }
 
     fn check_shard(&self, full: View, shard: View) {
         assert!(
-            full.dtype == shard.dtype
-                && full.span.bytes == shard.span.bytes * u64::from(self.world()),
+            full.dtype == shard.dtype && full.span.bytes == shard.span.bytes * u64::from(self.world()),
             "{shard:?} is not one of {} equal parts of {full:?}",
             self.world()
         );
@@ -544,9 +460,7 @@ impl Collectives for Cuda {
             "{shard:?} overlaps {full:?} but is not this rank's part"
         );
         match &self.nccl {
-            Some(nccl) => {
-                self.collective(|s| nccl.reduce_scatter(s, self.ptr(full), self.ptr(shard)))
-            }
+            Some(nccl) => self.collective(|s| nccl.reduce_scatter(s, self.ptr(full), self.ptr(shard))),
             None if shard.span == full.span => Ok(()),
             None => self.collective(|_| self.copy_on(Stream::Collective, full.span, shard.span)),
         }
@@ -569,15 +483,9 @@ impl Collectives for Cuda {
 
 impl Backend for Cuda {
     fn device(&self) -> Device {
-        let bound = self.marks.bind().and_then(|()| {
-            self.context
-                .mem_get_info()
-                .map_err(|e| refusal("cuMemGetInfo", e))
-        });
-        let (free, total) = self
-            .failures
-            .keep(bound)
-            .map_or((0, 0), |(free, total)| (free as u64, total as u64));
+        let bound =
+            self.marks.bind().and_then(|()| self.context.mem_get_info().map_err(|e| refusal("cuMemGetInfo", e)));
+        let (free, total) = self.failures.keep(bound).map_or((0, 0), |(free, total)| (free as u64, total as u64));
         let arena = self.device.get().map_or(0, |arena| arena.bytes);
         Device {
             backend: "cuda",
@@ -595,10 +503,7 @@ impl Backend for Cuda {
 
     fn set_workspace(&self, workspace: Span) {
         let address = self.ptr(workspace.view(DType::Q8)).address;
-        *self.workspace.lock() = Workspace {
-            address,
-            bytes: workspace.bytes,
-        };
+        *self.workspace.lock() = Workspace { address, bytes: workspace.bytes };
     }
 
     fn computes_in(&self, dtype: DType) -> bool {

@@ -28,26 +28,9 @@ struct Library {
     destroy: unsafe extern "C" fn(Comm) -> c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     last_error: unsafe extern "C" fn(Comm) -> *const c_char,
-    all_gather:
-        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, CUstream) -> c_int,
-    reduce_scatter: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        Comm,
-        CUstream,
-    ) -> c_int,
-    all_reduce: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        Comm,
-        CUstream,
-    ) -> c_int,
+    all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, CUstream) -> c_int,
+    reduce_scatter: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, CUstream) -> c_int,
+    all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, CUstream) -> c_int,
 }
 
 /// `ncclSum`
@@ -87,43 +70,23 @@ impl Nccl {
                 all_reduce: nccl_function("ncclAllReduce")?,
             }
         };
-        let mut nccl = Nccl {
-            library,
-            comm: std::ptr::null_mut(),
-            rank: link.rank(),
-        };
+        let mut nccl = Nccl { library, comm: std::ptr::null_mut(), rank: link.rank() };
         let mut id = UniqueId([0; 128]);
         let mut made = Ok(());
         if link.rank() == 0 {
             // SAFETY: writes one id.
-            made = nccl.check("ncclGetUniqueId", unsafe {
-                (nccl.library.unique_id)(&mut id)
-            });
+            made = nccl.check("ncclGetUniqueId", unsafe { (nccl.library.unique_id)(&mut id) });
         }
         // Exchanged even after a failure, so that the others do not wait for it.
-        let told = link.exchange(if link.rank() == 0 && made.is_ok() {
-            &id.0
-        } else {
-            &[]
-        })?;
+        let told = link.exchange(if link.rank() == 0 && made.is_ok() { &id.0 } else { &[] })?;
         made?;
-        let id = told
-            .first()
-            .and_then(|bytes| <[u8; 128]>::try_from(bytes.as_slice()).ok());
+        let id = told.first().and_then(|bytes| <[u8; 128]>::try_from(bytes.as_slice()).ok());
         let Some(id) = id else {
-            return Err(Error::Peer {
-                rank: 0,
-                reason: "it could not start NCCL; see its own message".into(),
-            });
+            return Err(Error::Peer { rank: 0, reason: "it could not start NCCL; see its own message".into() });
         };
         // SAFETY: writes one communicator; the context of this rank's device is current.
         let status = unsafe {
-            (nccl.library.init_rank)(
-                &mut nccl.comm,
-                link.world() as c_int,
-                UniqueId(id),
-                link.rank() as c_int,
-            )
+            (nccl.library.init_rank)(&mut nccl.comm, link.world() as c_int, UniqueId(id), link.rank() as c_int)
         };
         if status != 0 {
             // What a failed call left in the handle is not ours to destroy.
@@ -142,17 +105,11 @@ impl Nccl {
                 return String::new();
             }
             // SAFETY: NCCL returns static, NUL-terminated text.
-            unsafe { CStr::from_ptr(pointer) }
-                .to_string_lossy()
-                .replace('\n', " ")
+            unsafe { CStr::from_ptr(pointer) }.to_string_lossy().replace('\n', " ")
         };
         // SAFETY: both take any value; the communicator may be null.
-        let (name, last) = unsafe {
-            (
-                text((self.library.error_string)(status)),
-                text((self.library.last_error)(self.comm)),
-            )
-        };
+        let (name, last) =
+            unsafe { (text((self.library.error_string)(status)), text((self.library.last_error)(self.comm))) };
         Err(Error::Device {
             call: call.to_owned(),
             reason: format!(
@@ -169,11 +126,7 @@ impl Nccl {
         // SAFETY: a live communicator; writes one int.
         let status = unsafe { (self.library.async_error)(self.comm, &mut state) };
         self.check("ncclCommGetAsyncError", status)?;
-        if state == IN_PROGRESS {
-            Ok(())
-        } else {
-            self.check("a collective", state)
-        }
+        if state == IN_PROGRESS { Ok(()) } else { self.check("a collective", state) }
     }
 
     /// `full` becomes the shards in rank order.
@@ -182,14 +135,7 @@ impl Nccl {
         let count = shard.dtype.bytes(shard.elements) as usize;
         // SAFETY: device memory checked against its arena; sizes checked by the caller.
         let status = unsafe {
-            (self.library.all_gather)(
-                shard.address as _,
-                full.address as _,
-                count,
-                BYTES,
-                self.comm,
-                stream,
-            )
+            (self.library.all_gather)(shard.address as _, full.address as _, count, BYTES, self.comm, stream)
         };
         self.check("ncclAllGather", status)
     }
@@ -199,15 +145,7 @@ impl Nccl {
         let (count, dtype) = (shard.elements as usize, data_type(shard.dtype)?);
         // SAFETY: as above.
         let status = unsafe {
-            (self.library.reduce_scatter)(
-                full.address as _,
-                shard.address as _,
-                count,
-                dtype,
-                SUM,
-                self.comm,
-                stream,
-            )
+            (self.library.reduce_scatter)(full.address as _, shard.address as _, count, dtype, SUM, self.comm, stream)
         };
         self.check("ncclReduceScatter", status)
     }
@@ -217,15 +155,7 @@ impl Nccl {
         let (count, dtype) = (view.elements as usize, data_type(view.dtype)?);
         // SAFETY: as above; in place is allowed.
         let status = unsafe {
-            (self.library.all_reduce)(
-                view.address as _,
-                view.address as _,
-                count,
-                dtype,
-                SUM,
-                self.comm,
-                stream,
-            )
+            (self.library.all_reduce)(view.address as _, view.address as _, count, dtype, SUM, self.comm, stream)
         };
         self.check("ncclAllReduce", status)
     }
@@ -248,11 +178,7 @@ impl Drop for Nccl {
             return;
         }
         // A communicator that failed would wait for its peers for ever if it were destroyed politely.
-        let end = if self.failure().is_err() {
-            self.library.abort
-        } else {
-            self.library.destroy
-        };
+        let end = if self.failure().is_err() { self.library.abort } else { self.library.destroy };
         // SAFETY: a live communicator, ended once.
         unsafe { end(self.comm) };
     }

@@ -23,10 +23,7 @@ impl NvmeArena {
                 instead: "name a folder on a local disk".into(),
             });
         };
-        Ok(NvmeArena {
-            file: BlockFile::create(folder, bytes, options)?,
-            bytes,
-        })
+        Ok(NvmeArena { file: BlockFile::create(folder, bytes, options)?, bytes })
     }
 
     /// Tells the file of memory that it will read to and write from.
@@ -44,9 +41,7 @@ impl NvmeArena {
     /// `target` must be `bytes` of memory that nothing else uses meanwhile.
     pub(crate) unsafe fn read(&self, offset: u64, target: *mut u8, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
-        self.file.read(offset, unsafe {
-            std::slice::from_raw_parts_mut(target, bytes as usize)
-        })
+        self.file.read(offset, unsafe { std::slice::from_raw_parts_mut(target, bytes as usize) })
     }
 
     /// Writes from host memory.
@@ -55,8 +50,6 @@ impl NvmeArena {
     /// `source` must be `bytes` of memory that nothing writes meanwhile.
     pub(crate) unsafe fn write(&self, offset: u64, source: *const u8, bytes: u64) -> Result<()> {
         // SAFETY: passed on to the caller.
-        self.file.write(offset, unsafe {
-            std::slice::from_raw_parts(source, bytes as usize)
-        })
+        self.file.write(offset, unsafe { std::slice::from_raw_parts(source, bytes as usize) })
     }
 }
