@@ -291,8 +291,10 @@ impl Gemm {
         if let Some(data) = remembered {
             prepared.algorithm = lt::cublasLtMatmulAlgo_t { data };
         } else if self.tunes && candidates.len() > 1 {
-            prepared.algorithm = self.fastest(stream, workspace, key, &prepared, &candidates, operands)?;
-            self.algorithms.lock().put(key, self.tf32, prepared.algorithm.data);
+            if let Some(fastest) = self.fastest(stream, workspace, key, &prepared, &candidates, operands)? {
+                prepared.algorithm = fastest;
+                self.algorithms.lock().put(key, self.tf32, fastest.data);
+            }
         }
         Ok(Some(prepared))
     }
@@ -358,7 +360,8 @@ impl Gemm {
         found
     }
 
-    /// Times the candidates on the real operands and returns the fastest. What is in the result afterwards
+    /// Times the candidates on the real operands and returns the fastest, or none if that is not possible
+    /// without harm. What is in the result afterwards
     /// is what was there before, or something the following launch overwrites.
     fn fastest(
         &self,
@@ -368,7 +371,7 @@ impl Gemm {
         prepared: &Prepared,
         candidates: &[lt::cublasLtMatmulAlgo_t],
         operands: Operands,
-    ) -> Result<lt::cublasLtMatmulAlgo_t> {
+    ) -> Result<Option<lt::cublasLtMatmulAlgo_t>> {
         const ROUNDS: u32 = 4;
         let in_place = key.adds && operands.c == operands.d;
         if in_place {
@@ -376,16 +379,16 @@ impl Gemm {
             let twin = Key { adds: false, ..key };
             let known = self.algorithms.lock().get(twin, self.tf32);
             if let Some(algorithm) = known.and_then(|data| candidates.iter().find(|c| c.data == data)) {
-                return Ok(*algorithm);
+                return Ok(Some(*algorithm));
             }
             if key.result == DType::F32 || key.bias {
-                return Ok(candidates[0]);
+                return Ok(None);
             }
         }
         // In place the target must keep its value: the smallest factor there is makes every product vanish
         // when it is rounded to 16 bits, while the arithmetic stays the same.
         let alpha = if in_place { f32::from_bits(1) } else { 1.0 };
-        let mut best = (f32::INFINITY, candidates[0]);
+        let mut best = (f32::INFINITY, None);
         for algorithm in candidates {
             // The first run loads the kernel; a candidate that is refused is no candidate.
             if self.launch(stream, workspace, key, prepared, algorithm, operands, alpha).is_err() {
@@ -410,7 +413,7 @@ impl Gemm {
                 )?;
             }
             if milliseconds < best.0 {
-                best = (milliseconds, *algorithm);
+                best = (milliseconds, Some(*algorithm));
             }
         }
         Ok(best.1)

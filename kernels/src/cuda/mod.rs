@@ -60,6 +60,8 @@ pub struct CudaOptions {
     pub deterministic: bool,
     /// Allow TensorFloat-32 in f32 matrix products (10 bits of mantissa instead of 23).
     pub tf32: bool,
+    /// Use Castor's own attention kernel even where cuDNN could be used: to compare the two.
+    pub own_attention: bool,
     /// Keep device times of marks, for [`Order::elapsed_ns`].
     pub timed: bool,
     /// How the file of the NVMe tier is read and written.
@@ -107,7 +109,10 @@ impl Cuda {
         let launcher = launch::Launcher::new(&context)?;
         let gemm = gemm::Gemm::new(&name, options.tf32, !options.deterministic)?;
         // Absent or unusable cuDNN is no failure: `attention_backend` tells, and our own kernel is used.
-        let cudnn = cudnn::Cudnn::new(&name, marks.stream(Stream::Compute));
+        let cudnn = match options.own_attention {
+            false => cudnn::Cudnn::new(&name, marks.stream(Stream::Compute)),
+            true => Err(Error::Library { library: "libcudnn.so.9".into(), reason: "not wanted".into() }),
+        };
         let nccl = match &options.link {
             Some(link) if link.world() > 1 => Some(nccl::Nccl::new(link)?),
             _ => None,
