@@ -174,12 +174,8 @@ impl BlockFile {
         // SAFETY: `out` is borrowed for the whole call, which returns only when no request is in flight.
         let result = unsafe { queue::carry_out(self.reads.lock().as_mut(), transfer) };
         result.map_err(|(piece, error)| failure(&self.path, "read", piece.offset, u64::from(piece.bytes), &error))?;
-        let Some(checksums) = &self.checksums else {
-            return Ok(());
-        };
-        let Some(written) = checksums.lock().get(offset, bytes) else {
-            return Ok(());
-        };
+        let Some(checksums) = &self.checksums else { return Ok(()) };
+        let Some(written) = checksums.lock().get(offset, bytes) else { return Ok(()) };
         let read = checksums::of(out);
         if read != written {
             return Err(Error::File {

@@ -89,9 +89,7 @@ pub(super) unsafe fn carry_out(queue: &mut dyn Queue, transfer: Transfer) -> Res
     let mut failed = None;
     loop {
         while failed.is_none() && issued < transfer.bytes {
-            let Some(tag) = slots.iter().position(Option::is_none) else {
-                break;
-            };
+            let Some(tag) = slots.iter().position(Option::is_none) else { break };
             let bytes = PIECE_BYTES.min(transfer.bytes - issued);
             let piece = Piece {
                 write: transfer.write,

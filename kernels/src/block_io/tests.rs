@@ -47,9 +47,7 @@ fn on(rung: Rung, folder: &Path, bytes: u64) -> Option<BlockFile> {
 fn every_rung_brings_back_what_was_written() {
     let folder = folder();
     for rung in Rung::ALL {
-        let Some(file) = on(rung, folder.path(), 16 << 20) else {
-            continue;
-        };
+        let Some(file) = on(rung, folder.path(), 16 << 20) else { continue };
         assert_eq!(file.rung(), rung);
         // One block, a piece less a block, pieces and a bit, more pieces than are in flight at once.
         let mut offset = 0;
@@ -69,9 +67,7 @@ fn every_rung_brings_back_what_was_written() {
 #[test]
 fn registered_memory_brings_back_what_was_written() {
     let folder = folder();
-    let Some(file) = on(Rung::Ring, folder.path(), 8 << 20) else {
-        return;
-    };
+    let Some(file) = on(Rung::Ring, folder.path(), 8 << 20) else { return };
     let mut memory = Aligned::random(8 << 20, 3);
     let expected = memory.all()[..4 << 20].to_vec();
     // SAFETY: the memory outlives the file, which is dropped below.
@@ -91,9 +87,7 @@ fn registered_memory_brings_back_what_was_written() {
 fn reads_and_writes_run_beside_each_other() {
     let folder = folder();
     for rung in Rung::ALL {
-        let Some(file) = on(rung, folder.path(), 8 << 20) else {
-            continue;
-        };
+        let Some(file) = on(rung, folder.path(), 8 << 20) else { continue };
         let half = 4 << 20;
         let mut first = Aligned::random(half, 1);
         let mut second = Aligned::random(half, 2);
@@ -143,9 +137,7 @@ fn changed_data_is_an_error_unless_checksums_are_off() {
 fn a_file_that_became_shorter_is_an_error() {
     let folder = folder();
     for rung in [Rung::Ring, Rung::Direct, Rung::Buffered] {
-        let Some(file) = on(rung, folder.path(), 4 << 20) else {
-            continue;
-        };
+        let Some(file) = on(rung, folder.path(), 4 << 20) else { continue };
         file.file.set_len(1 << 20).expect("truncate");
         let mut memory = Aligned::new(4 << 20);
         let error = file.read(0, memory.all()).expect_err("the end is missing").to_string();
