@@ -23,8 +23,10 @@ pub type Case = (&'static str, fn());
 fn main() -> ExitCode {
     let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
     let all = [operators::CASES, attention::CASES, updates::CASES, order::CASES].concat();
-    let cases: Vec<Case> =
-        all.into_iter().filter(|(name, _)| filter.as_ref().is_none_or(|filter| name.contains(filter.as_str()))).collect();
+    let cases: Vec<Case> = all
+        .into_iter()
+        .filter(|(name, _)| filter.as_ref().is_none_or(|filter| name.contains(filter.as_str())))
+        .collect();
     let absent = match castor_kernels::cuda::device_count() {
         Ok(0) => Some("the driver sees no device".to_owned()),
         Ok(_) => None,

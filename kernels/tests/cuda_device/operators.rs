@@ -38,7 +38,8 @@ fn casts() {
 fn embedding() {
     let rig = Rig::new();
     for (tokens, hidden, vocabulary) in [(1, 8, 3), (37, 72, 11), (300, 136, 1000)] {
-        let ids: Vec<i32> = (0..tokens as u64).map(|t| (castor_kernels::rng::bits(9, t, 0) % vocabulary) as i32).collect();
+        let ids: Vec<i32> =
+            (0..tokens as u64).map(|t| (castor_kernels::rng::bits(9, t, 0) % vocabulary) as i32).collect();
         let mut order: Vec<i32> = (0..tokens).collect();
         order.sort_by_key(|t| ids[*t as usize]);
         let mut starts = vec![0];
@@ -237,7 +238,8 @@ fn sums_and_norm() {
         let (slots, control) = (rig.values(DType::F64, &[4.0, 5.0, largest]), rig.poisoned(DType::F32, 4));
         rig.run(|ops| ops.norm_finish(slots, max_norm, loss_scale, control));
         let (cpu, cuda) = rig.download(control.part(0, 3));
-        let read = |bytes: &[u8]| -> Vec<f32> { bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect() };
+        let read =
+            |bytes: &[u8]| -> Vec<f32> { bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect() };
         let (cpu, cuda) = (read(&cpu), read(&cuda));
         assert_eq!(cpu[2], cuda[2], "finite");
         for (a, b) in cpu.iter().zip(&cuda) {
