@@ -120,8 +120,8 @@ __device__ __forceinline__ void backward_rows(const Real* __restrict__ d_out, co
     }
 // The second number is the blocks of the backward that share a multiprocessor: launch.rs starts as many.
 RMSNORM(1, 4)
-RMSNORM(2, 3)
-RMSNORM(4, 1)
+RMSNORM(2, sizeof(Real) == 2 ? 3 : 2)
+RMSNORM(4, sizeof(Real) == 2 ? 2 : 1)
 
 extern "C" __global__ __launch_bounds__(256) void rmsnorm_any(const Real* x, const Real* weight, Real* out, float* rstd,
                                                               u64 hidden, float eps) {
