@@ -8,18 +8,18 @@
 //! computed), [`backend`] (the one trait), then the backends: [`cpu`] (the truth, with an emulated
 //! device), [`dry`] (allocates nothing, counts everything) and [`cuda`].
 
+pub mod error;
+pub mod memory;
+pub mod stream;
+pub mod ops;
 pub mod backend;
+pub mod rng;
+pub mod numeric;
 pub mod block_io;
+pub mod link;
+pub mod dry;
 pub mod cpu;
 pub mod cuda;
-pub mod dry;
-pub mod error;
-pub mod link;
-pub mod memory;
-pub mod numeric;
-pub mod ops;
-pub mod rng;
-pub mod stream;
 
 pub use backend::{Backend, Collectives, Device, Memory, Order};
 pub use error::{Error, Result};

@@ -64,11 +64,7 @@ pub struct Span {
 impl Span {
     /// A span of `bytes` at `offset` of `tier`'s arena.
     pub const fn new(tier: Tier, offset: u64, bytes: u64) -> Self {
-        Span {
-            tier,
-            offset,
-            bytes,
-        }
+        Span { tier, offset, bytes }
     }
 
     /// The part of this span that starts `offset` bytes in and is `bytes` long.
@@ -78,11 +74,7 @@ impl Span {
     #[track_caller]
     pub const fn part(self, offset: u64, bytes: u64) -> Span {
         assert!(offset + bytes <= self.bytes, "part outside of its span");
-        Span {
-            tier: self.tier,
-            offset: self.offset + offset,
-            bytes,
-        }
+        Span { tier: self.tier, offset: self.offset + offset, bytes }
     }
 
     /// First byte behind the span.
@@ -173,11 +165,6 @@ impl View {
     /// If the part does not lie inside the view.
     #[track_caller]
     pub const fn part(self, first: u64, count: u64) -> View {
-        View {
-            span: self
-                .span
-                .part(self.dtype.bytes(first), self.dtype.bytes(count)),
-            dtype: self.dtype,
-        }
+        View { span: self.span.part(self.dtype.bytes(first), self.dtype.bytes(count)), dtype: self.dtype }
     }
 }

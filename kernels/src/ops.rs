@@ -195,16 +195,7 @@ pub trait Operators {
 
     /// `out[t,:] = x[t,:]·rstd[t]·weight`, `rstd = 1/sqrt(mean(x²)+eps)`. x, out `[T,C]`, weight `[C]`,
     /// rstd f32 `[T]` is written.
-    fn rmsnorm(
-        &self,
-        x: View,
-        weight: View,
-        out: View,
-        rstd: View,
-        tokens: u64,
-        hidden: u64,
-        eps: f32,
-    );
+    fn rmsnorm(&self, x: View, weight: View, out: View, rstd: View, tokens: u64, hidden: u64, eps: f32);
 
     /// `d_x[t,:] += rstd·(w·dy − x̂·mean(w·dy·x̂))` with x̂ = x·rstd; `d_weight (+)= Σ_t dy·x̂` in a fixed
     /// order. d_x holds the residual's gradient on entry. `scratch`: at least
@@ -228,15 +219,7 @@ pub trait Operators {
     fn rmsnorm_scratch_bytes(&self, tokens: u64, columns: u64) -> u64;
 
     /// `y = x·wᵀ (+ bias) (+ residual)`. `residual` `[tokens, outputs]` may be y itself.
-    fn linear(
-        &self,
-        x: View,
-        w: View,
-        bias: Option<View>,
-        residual: Option<View>,
-        y: View,
-        shape: Linear,
-    );
+    fn linear(&self, x: View, w: View, bias: Option<View>, residual: Option<View>, y: View, shape: Linear);
 
     /// `d_x (+)= d_y·w`.
     fn linear_backward_input(&self, d_y: View, w: View, d_x: View, shape: Linear, into: Into);
@@ -245,15 +228,7 @@ pub trait Operators {
     fn linear_backward_weight(&self, d_y: View, x: View, d_w: View, shape: Linear, into: Into);
 
     /// `d_bias (+)= Σ_t d_y[t,:]` in a fixed order.
-    fn bias_backward(
-        &self,
-        d_y: View,
-        d_bias: View,
-        scratch: View,
-        tokens: u64,
-        outputs: u64,
-        into: Into,
-    );
+    fn bias_backward(&self, d_y: View, d_bias: View, scratch: View, tokens: u64, outputs: u64, into: Into);
 
     /// Rotates q and k of `qkv` in place. `table` f32 `[S, D]`: per position D/2 cosines then D/2 sines
     /// (half-split convention of Hugging Face: pairs are (i, i + D/2)). `inverse` rotates back (backward).
@@ -288,15 +263,7 @@ pub trait Operators {
 
     /// Cross entropy of logits `[T,V]` against targets i32 `[T]` ([`IGNORED`] rows: loss 0, gradient 0).
     /// losses f32 `[T]` are written (not scaled).
-    fn classify(
-        &self,
-        logits: View,
-        targets: View,
-        losses: View,
-        tokens: u64,
-        vocabulary: u64,
-        what: Classify,
-    );
+    fn classify(&self, logits: View, targets: View, losses: View, tokens: u64, vocabulary: u64, what: Classify);
 
     /// `total[0] (+)= Σ values`, f32 values, f32 total, in a fixed order.
     fn sum(&self, values: View, total: View, into: Into);
@@ -313,13 +280,5 @@ pub trait Operators {
 
     /// `hessian = β2·hessian + (1−β2)·tokens·g²` with `g = gradient·multiplier` from `control`'s FINITE and
     /// `1/loss_scale`: the Gauss-Newton-Bartlett estimate.
-    fn hessian(
-        &self,
-        gradient: View,
-        hessian: View,
-        beta2: f32,
-        tokens: f32,
-        inverse_loss_scale: f32,
-        control: View,
-    );
+    fn hessian(&self, gradient: View, hessian: View, beta2: f32, tokens: f32, inverse_loss_scale: f32, control: View);
 }

@@ -7,8 +7,7 @@
 /// 64 random bits of `counter` in the sequence `seed`, lane `lane`.
 #[inline]
 pub const fn bits(seed: u64, counter: u64, lane: u64) -> u64 {
-    mix(mix(seed ^ counter.wrapping_mul(0x9E37_79B9_7F4A_7C15))
-        .wrapping_add(lane.wrapping_mul(0xD1B5_4A32_D192_ED03)))
+    mix(mix(seed ^ counter.wrapping_mul(0x9E37_79B9_7F4A_7C15)).wrapping_add(lane.wrapping_mul(0xD1B5_4A32_D192_ED03)))
 }
 
 /// A uniform number in [0, 1) with 24 bits.
