@@ -77,9 +77,10 @@ __device__ __forceinline__ void embed_sum(const int* ids, const int* order, cons
 }
 
 #define EMBED_BACKWARD(name, Target, ADD)                                                                        \
-    extern "C" __global__ __launch_bounds__(128) void name(const int* ids, const int* order, const int* starts,  \
-                                                           const Real* d_out, Target* d_table, u64 hidden,       \
-                                                           u64 vocabulary, u32 wide) {                           \
+    extern "C" __global__ __launch_bounds__(128, 8) void name(const int* ids, const int* order,                  \
+                                                              const int* starts, const Real* d_out,              \
+                                                              Target* d_table, u64 hidden, u64 vocabulary,       \
+                                                              u32 wide) {                                        \
         embed_sum<Target, ADD>(ids, order, starts, d_out, d_table, hidden, vocabulary, wide);                    \
     }
 EMBED_BACKWARD(embed_backward_real, Real, 0)

@@ -68,7 +68,8 @@ __device__ __forceinline__ u16 round_stochastic(float x, u16 random) {
     return (u16)((bits + random) >> 16);
 }
 
-// Moments. KIND 0: f32, 1: bf16, 2: 8 bits with one scale a warp. SQUARE: the code is that of the root.
+// Moments. KIND 0: f32, 1: bf16, 2: 8 bits with one scale a warp (numeric::q8_*). SQUARE: a second moment, whose
+// code c stands for the root (c+1)·scale. SQUARE also chooses the lane of the random numbers.
 template <int KIND, int SQUARE>
 __device__ __forceinline__ Eight read_moment(const void* memory, u64 total, u64 first, u32 count, bool wide) {
     if (KIND == 0) return read8((const float*)memory + first, count, wide);
@@ -91,7 +92,7 @@ __device__ __forceinline__ Eight read_moment(const void* memory, u64 total, u64 
 #pragma unroll
     for (int e = 0; e < 8; e++) {
         if (SQUARE) {
-            const float root = (float)c[e] * scale;
+            const float root = ((float)c[e] + 1.0f) * scale;
             x.v[e] = root * root;
         } else {
             x.v[e] = (float)(signed char)c[e] * scale;
@@ -114,21 +115,18 @@ __device__ __forceinline__ void write_moment(void* memory, u64 total, u64 first,
         write_halves((u16*)memory + first, h, count, wide);
         return;
     }
-    Eight y;
     float most = 0.0f;
 #pragma unroll
-    for (int e = 0; e < 8; e++) {
-        y.v[e] = SQUARE ? sqrtf(x.v[e]) : x.v[e];
-        if (e < count) most = fmaxf(most, fabsf(y.v[e]));
-    }
+    for (int e = 0; e < 8; e++)
+        if (e < count) most = fmaxf(most, fabsf(x.v[e]));
     // All 32 lanes come here: threads beyond the end have count 0.
     most = warp_max(most);
-    const float scale = most / (SQUARE ? 255.0f : 127.0f);
+    const float scale = SQUARE ? sqrtf(most) / 256.0f : most / 127.0f;
     u32 words[2] = {0, 0};
     u8 c[8];
 #pragma unroll
     for (int e = 0; e < 8; e++) {
-        const float ratio = scale > 0.0f ? y.v[e] / scale : 0.0f;
+        const float ratio = scale > 0.0f ? (SQUARE ? sqrtf(x.v[e]) / scale - 1.0f : x.v[e] / scale) : 0.0f;
         float code = floorf(ratio + rng_uniform(rng_lane(random[e], SQUARE ? 3 : 2)));
         code = SQUARE ? fminf(fmaxf(code, 0.0f), 255.0f) : fminf(fmaxf(code, -127.0f), 127.0f);
         c[e] = (u8)(int)code;
@@ -170,7 +168,7 @@ extern "C" __global__ __launch_bounds__(256) void hessian(const GRADIENT* gradie
     }
     u64 random[8];
 #pragma unroll
-    for (int e = 0; e < 8; e++) random[e] = 0;
+    for (int e = 0; e < 8; e++) random[e] = rng_start(__float_as_uint(h.v[e]), 0);  // numeric::hessian_seed
     write_moment<SECOND, 1>(estimate, total, first, count, wide, h, random);
 }
 #else
