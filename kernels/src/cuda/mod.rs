@@ -13,12 +13,17 @@ mod driver;
 mod engine;
 mod gemm;
 mod host_update;
-mod launch;
+pub(crate) mod launch;
+mod launch_attention;
+mod launch_update;
 mod loader;
 mod marks;
+pub(crate) mod modules;
 mod nccl;
+pub mod nvrtc;
 mod nvme;
 mod operators;
+pub mod programs;
 
 pub use loader::{Found, LIBRARIES_VARIABLE, Usable, device_count, survey};
 
