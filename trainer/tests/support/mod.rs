@@ -1,0 +1,155 @@
+//! Engines on the CPU backend for tests, and the reference cases they are held against.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use castor_kernels::{
+    Backend, DType,
+    cpu::{Cpu, CpuOptions},
+    dry::{Dry, DryProfile},
+};
+use castor_runtime::{
+    layout::Sharding,
+    plan::{Budgets, Plan},
+    policy::{DevicePolicy, PlacementPolicy},
+};
+use castor_trainer::{
+    activations::Keep,
+    config::ModelConfig,
+    engine::{Blueprint, Engine, Options, formats},
+    lr::{Convention, Decay, Schedule},
+    optimizer::Optimizer,
+    weights::HfFolder,
+};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// A folder of the reference cases beside the repository; `None`, said aloud, where they are absent.
+pub fn shared(path: &str) -> Option<PathBuf> {
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared")).join(path);
+    if folder.exists() {
+        Some(folder)
+    } else {
+        eprintln!("skipped: {} is not here", folder.display());
+        None
+    }
+}
+
+/// Reads a JSON file.
+pub fn json(path: &Path) -> serde_json::Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// Options of a plain f32 run of the model in `folder`.
+pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> Options {
+    let (config, _) = ModelConfig::from_json_file(&folder.join("config.json")).unwrap();
+    Options {
+        batch,
+        sequence,
+        micro_batches,
+        formats: formats(DType::F32, DType::F32, DType::F32),
+        sharding: Sharding {
+            parameters: true,
+            gradients: true,
+            optimizer: true,
+        },
+        keep: vec![Keep::All; config.num_hidden_layers as usize],
+        fused_attention: true,
+        deterministic: true,
+        logits_bytes: castor_trainer::activations::LOGITS_BYTES,
+        optimizer: Some(adamw(0.9, 0.95, 0.1)),
+        max_norm: 1.0,
+        schedule: constant(1e-3),
+        loss_scale: None,
+        seed: 5,
+        evaluates: true,
+        config,
+    }
+}
+
+pub fn adamw(beta1: f64, beta2: f64, weight_decay: f64) -> Optimizer {
+    Optimizer::AdamW {
+        beta1,
+        beta2,
+        eps: 1e-8,
+        weight_decay,
+    }
+}
+
+pub fn constant(base: f64) -> Schedule {
+    Schedule {
+        base,
+        decay: Decay::Constant,
+        convention: Convention::HuggingFace,
+        warmup: 0,
+        total: 1,
+    }
+}
+
+/// More than any test model needs.
+pub fn plenty() -> Budgets {
+    Budgets {
+        device: 1 << 30,
+        host: 1 << 30,
+        ..Budgets::default()
+    }
+}
+
+/// An engine with everything on the device and the weights of `folder`.
+pub fn engine(options: Options, folder: &Path) -> Engine {
+    engine_with(options, folder, &DevicePolicy, plenty())
+}
+
+/// An engine by a policy under budgets, with the weights of `folder`.
+pub fn engine_with(
+    options: Options,
+    folder: &Path,
+    policy: &dyn PlacementPolicy,
+    budgets: Budgets,
+) -> Engine {
+    let cpu: Arc<dyn Backend> = Arc::new(
+        Cpu::new(CpuOptions {
+            device_bytes: Some(budgets.device),
+            threads: Some(1),
+            ..CpuOptions::default()
+        })
+        .unwrap(),
+    );
+    let blueprint = Blueprint::new(options, cpu.as_ref());
+    let workspace_bytes = cpu.workspace_bytes();
+    let dry = || -> Arc<dyn Backend> {
+        Arc::new(Dry::new(
+            1,
+            0,
+            DryProfile {
+                workspace_bytes,
+                ..DryProfile::default()
+            },
+        ))
+    };
+    let plan = Plan::make(
+        blueprint.layout(),
+        blueprint.fixed(),
+        policy,
+        budgets,
+        None,
+        0,
+        &dry,
+        &|manager| blueprint.rehearse(manager),
+    )
+    .unwrap();
+    let mut engine = Engine::new(cpu, &blueprint, plan).unwrap();
+    let (weights, _) = HfFolder::open(folder, &engine.options().config).unwrap();
+    engine.load(&weights).unwrap();
+    engine
+}
+
+/// |a − b| ≤ tolerance · |b|, with both in the message.
+#[track_caller]
+pub fn close(what: &str, a: f64, b: f64, tolerance: f64) {
+    let error = (a - b).abs() / b.abs().max(f64::MIN_POSITIVE);
+    assert!(
+        error <= tolerance,
+        "{what}: {a} instead of {b}, off by {error:.2e} > {tolerance:.0e}"
+    );
+}
