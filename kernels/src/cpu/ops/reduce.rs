@@ -3,6 +3,7 @@
 use super::{Element, store, vectorised};
 use crate::ops::{Into, control};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Elements that are summed in one go; larger sums are trees over such leaves.
 const LEAF: usize = 4096;
@@ -58,26 +59,27 @@ fn tree<T: Sync, S: Send>(
     add(left, right)
 }
 
-/// `target[c] (+)= Σ_{t<rows} term(t, c)`, rows in order in blocks of [`ROWS`].
+/// `target[c] (+)= Σ_{t<rows} term(t, c)`, rows in order in blocks of [`ROWS`]. `add(t, columns, sums)` adds
+/// row t's terms of these columns to `sums`.
 pub fn column_sums<G: Element>(
     rows: usize,
     target: &mut [G],
     into: Into,
-    term: impl Fn(usize, usize) -> f32 + Sync,
+    add: impl Fn(usize, Range<usize>, &mut [f32]) + Sync,
 ) {
     target
         .par_chunks_mut(COLUMNS)
         .enumerate()
         .for_each(|(block, target)| {
-            let first = block * COLUMNS;
+            let columns = block * COLUMNS..block * COLUMNS + target.len();
             let mut total = [0.0f32; COLUMNS];
             for start in (0..rows).step_by(ROWS) {
                 let mut partial = [0.0f32; COLUMNS];
-                for t in start..(start + ROWS).min(rows) {
-                    for (column, partial) in partial[..target.len()].iter_mut().enumerate() {
-                        *partial += term(t, first + column);
+                vectorised(|| {
+                    for t in start..(start + ROWS).min(rows) {
+                        add(t, columns.clone(), &mut partial[..columns.len()]);
                     }
-                }
+                });
                 for (total, partial) in total.iter_mut().zip(partial) {
                     *total += partial;
                 }
@@ -94,8 +96,10 @@ pub fn bias_backward<T: Element, G: Element>(
     into: Into,
 ) {
     let outputs = d_bias.len();
-    column_sums(tokens, d_bias, into, |t, column| {
-        d_y[t * outputs + column].widen()
+    column_sums(tokens, d_bias, into, |t, columns, sums| {
+        for (sum, d) in sums.iter_mut().zip(&d_y[t * outputs..][columns]) {
+            *sum += d.widen();
+        }
     });
 }
 
