@@ -3,7 +3,7 @@
 use super::Case;
 use super::rig::{Rig, encode};
 use castor_kernels::ops::{AdamW, Sophia, State, Update};
-use castor_kernels::{Backend, DType, Memory, Operators, Order, Span, Stream, Tier, View, rng};
+use castor_kernels::{Backend, DType, Span, Stream, Tier, View, rng};
 
 pub const CASES: &[Case] = &[("updates", updates), ("updates_on_host", updates_on_host)];
 
