@@ -37,11 +37,8 @@ pub fn plan_lines(plan: &Plan, layout: &castor_runtime::layout::Layout, ledger: 
         if peak == 0 {
             continue;
         }
-        let users: Vec<String> = ledger
-            .largest_users(tier)
-            .into_iter()
-            .map(|(name, bytes)| format!("{name} {}", Bytes(bytes)))
-            .collect();
+        let users: Vec<String> =
+            ledger.largest_users(tier).into_iter().map(|(name, bytes)| format!("{name} {}", Bytes(bytes))).collect();
         let _ = writeln!(text, "  {tier:<6} {} of {}: {}", Bytes(peak), Bytes(budget), users.join(", "));
     }
     let links: Vec<String> = plan

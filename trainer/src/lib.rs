@@ -20,6 +20,7 @@ pub mod lr;
 pub mod model;
 pub mod optimizer;
 pub mod parity;
+pub mod plan;
 pub mod plugin;
 pub mod rendezvous;
 pub mod report;

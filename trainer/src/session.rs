@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::loss_scale::Dynamic;
 use crate::lr::{Convention, Decay, Schedule};
 use crate::optimizer::Optimizer;
+use crate::parity::{self, Batch};
 use crate::plugin::Placement;
 use crate::rendezvous::World;
 use crate::settings::{
@@ -24,6 +25,7 @@ use castor_runtime::layout::Sharding;
 use castor_runtime::limits;
 use castor_runtime::plan::{Budgets, Plan};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
+use std::path::Path;
 use std::sync::Arc;
 
 /// This rank's hardware and what it may use of it.
@@ -46,11 +48,11 @@ impl Hardware {
         let link = match world.world {
             1 => None,
             ranks => {
-                let master = world.master.resolve()?;
+                let master = world.meeting_address()?;
                 Some(Link::rendezvous(world.rank, ranks, master, world.timeout, LinkOptions::default())?)
             }
         };
-        let backend: Arc<dyn Backend> = match (settings.backend.kind, cuda_devices()) {
+        let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {
             (BackendKind::Cpu, _) => Arc::new(cpu(settings, world, link)?),
             (BackendKind::Auto, Err(reason)) => {
                 notices.push(format!("no CUDA device, training on the CPU: {reason}"));
@@ -64,10 +66,6 @@ impl Hardware {
     }
 }
 
-fn cuda_devices() -> castor_kernels::Result<usize> {
-    castor_kernels::cuda::loader::device_count()
-}
-
 fn cuda(settings: &Settings, world: &World, devices: usize, link: Option<Link>) -> Result<Arc<dyn Backend>> {
     let ordinal = world.local_rank as usize;
     if ordinal >= devices {
@@ -78,8 +76,8 @@ fn cuda(settings: &Settings, world: &World, devices: usize, link: Option<Link>) 
     let options = castor_kernels::cuda::CudaOptions {
         ordinal,
         deterministic: settings.backend.deterministic,
-        tf32: false,
         link,
+        ..Default::default()
     };
     Ok(Arc::new(castor_kernels::cuda::Cuda::new(options)?))
 }
@@ -141,7 +139,14 @@ pub fn policy(settings: &Settings) -> Box<dyn PlacementPolicy> {
 }
 
 /// What the run computes with, all but the recompute levels, which [`plan`] decides.
-pub fn options(settings: &Settings, config: ModelConfig, sequence: u64, batch: u64, micros: u64, steps: u64) -> Options {
+pub fn options(
+    settings: &Settings,
+    config: ModelConfig,
+    sequence: u64,
+    batch: u64,
+    micros: u64,
+    steps: u64,
+) -> Options {
     let precision = &settings.precision;
     let parameter = match precision.compute {
         Precision::Fp32 => DType::F32,
@@ -171,11 +176,7 @@ pub fn options(settings: &Settings, config: ModelConfig, sequence: u64, batch: u
         sequence,
         micro_batches: micros,
         formats: engine::formats(parameter, gradient, moments),
-        sharding: Sharding {
-            parameters: preset.parameters,
-            gradients: preset.gradients,
-            optimizer: preset.optimizer,
-        },
+        sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
         fused_attention: settings.memory.flash_attention,
         deterministic: settings.backend.deterministic,
@@ -210,7 +211,7 @@ pub fn options(settings: &Settings, config: ModelConfig, sequence: u64, batch: u
     }
 }
 
-/// Plans the run. Where the settings leave it open, blocks keep as much as fits: first all blocks keep everything,
+/// Plans the run for one of `world` ranks. Where the settings leave it open, blocks keep as much as fits: first all blocks keep everything,
 /// then one after the other drops to the next level, and so on.
 ///
 /// # Errors
@@ -219,13 +220,14 @@ pub fn plan(
     settings: &Settings,
     mut options: Options,
     backend: &dyn Backend,
+    world: u32,
     budgets: &Budgets,
 ) -> Result<(Blueprint, Plan)> {
     let policy = policy(settings);
     let blocks = options.config.num_hidden_layers as usize;
     let mut attempt = |levels: Vec<Keep>| -> Result<(Blueprint, Plan)> {
         options.keep = levels;
-        let blueprint = Blueprint::new(options.clone(), backend);
+        let blueprint = Blueprint::for_world(options.clone(), backend, world);
         let plan = blueprint.plan(backend, &*policy, budgets.clone(), settings.memory.prefetch)?;
         Ok((blueprint, plan))
     };
@@ -260,7 +262,12 @@ pub fn plan(
 ///
 /// # Errors
 /// If memory or a weight file is refused.
-pub fn engine(settings: &Settings, backend: Arc<dyn Backend>, blueprint: &Blueprint, plan: Plan) -> Result<(Engine, Vec<String>)> {
+pub fn engine(
+    settings: &Settings,
+    backend: Arc<dyn Backend>,
+    blueprint: &Blueprint,
+    plan: Plan,
+) -> Result<(Engine, Vec<String>)> {
     let config = blueprint.options().config.clone();
     let (source, notices): (Box<dyn TensorSource>, Vec<String>) = match &settings.model {
         Some(folder) => {
@@ -274,4 +281,38 @@ pub fn engine(settings: &Settings, backend: Arc<dyn Backend>, blueprint: &Bluepr
     engine.manager().reserve_driver(driver);
     engine.load(&*source)?;
     Ok((engine, notices))
+}
+
+/// `castor parity`: one forward and backward on a batch, printed and held against what is expected.
+///
+/// # Errors
+/// [`Error::Failed`] (exit 1) if a tensor is off by more than `tolerance`; bad input; what the world refuses.
+pub fn parity(
+    settings: &Settings,
+    batch: &Path,
+    expect: Option<&Path>,
+    out: Option<&Path>,
+    tolerance: f64,
+) -> Result<()> {
+    let batch = Batch::read(batch)?;
+    let world = World::from_env()?;
+    let (config, notices) = settings.model_shape()?;
+    let hardware = Hardware::open(settings, &world)?;
+    let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
+    options.evaluates = true;
+    let (blueprint, plan) = plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
+    let (mut engine, said) = engine(settings, Arc::clone(&hardware.backend), &blueprint, plan)?;
+    let report = parity::run(&mut engine, &batch, expect, out, tolerance)?;
+    if world.rank == 0 {
+        for notice in notices.iter().chain(&hardware.notices).chain(&said) {
+            eprintln!("castor: {notice}");
+        }
+        print!("{report}");
+    }
+    match report.worst() {
+        Some((name, error)) if !report.passed() => {
+            Err(Error::Failed(format!("{name} is off by {error:.2e}, more than --tolerance {tolerance:.0e}")))
+        }
+        _ => Ok(()),
+    }
 }

@@ -1,7 +1,7 @@
 //! `castor train`: the loop over steps, and what it says and writes.
 
 use crate::config::ModelConfig;
-use crate::data::{self, PackedRows, Sampler, Tokenizer, held_out};
+use crate::data::{self, PackedRows, Sampler, held_out};
 use crate::engine::{Engine, Outcome, StepInputs, StepResult};
 use crate::error::{Error, Result};
 use crate::inputs::MicroBatch;
@@ -32,8 +32,7 @@ pub fn main(settings: &Settings) -> Result<()> {
     let world = World::from_env()?;
     let speaks = world.rank == 0;
     let (config, mut notices) = settings.model_shape()?;
-    let tokenizer = Tokenizer::open(&settings.tokenizer)?;
-    let (rows, said) = data::open(&settings.data, &tokenizer, settings.max_length, config.vocab_size)?;
+    let (rows, said) = data::open(&settings.data, &settings.tokenizer, settings.max_length, config.vocab_size)?;
     notices.extend(said);
     notices.extend(settings.notices.iter().cloned());
     let (training, evaluation) = held_out(rows.len(), settings.output.eval_fraction);
@@ -51,13 +50,13 @@ pub fn main(settings: &Settings) -> Result<()> {
     }
     let hardware = Hardware::open(settings, &world)?;
     notices.extend(hardware.notices.iter().cloned());
-    let micros = settings.gradient_accumulation_steps.min(sampler.rows_in(0).div_ceil(
-        u64::from(world.world) * settings.batch_size,
-    ));
+    let micros = settings
+        .gradient_accumulation_steps
+        .min(sampler.rows_in(0).div_ceil(u64::from(world.world) * settings.batch_size));
     let mut options =
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = !evaluation.is_empty();
-    let (blueprint, plan) = session::plan(settings, options, &*hardware.backend, &hardware.budgets)?;
+    let (blueprint, plan) = session::plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
     let (engine, said) = session::engine(settings, Arc::clone(&hardware.backend), &blueprint, plan)?;
     notices.extend(said);
     let stop = Arc::new(AtomicBool::new(false));
@@ -148,9 +147,11 @@ impl Run<'_> {
         let ledger = *self.engine.manager().ledger();
         eprint!("{}", account::placement(self.engine.manager()));
         let header = Header {
-            examples: self.sampler.rows_per_step().max(self.rows.len() - self.evaluation_rows()).min(
-                self.rows.len() - self.evaluation_rows(),
-            ),
+            examples: self
+                .sampler
+                .rows_per_step()
+                .max(self.rows.len() - self.evaluation_rows())
+                .min(self.rows.len() - self.evaluation_rows()),
             epochs: (self.steps as f64 / self.sampler.steps_per_epoch() as f64).ceil() as u64,
             batch_per_device: self.settings.batch_size,
             total_batch: self.sampler.rows_per_step(),
