@@ -29,10 +29,7 @@ pub const fn widen_bf16(bits: u16) -> f32 {
 #[inline]
 pub const fn split(master: f32) -> (u16, i16) {
     let weight = round_bf16(master);
-    (
-        weight,
-        master.to_bits().wrapping_sub((weight as u32) << 16) as i16,
-    )
+    (weight, master.to_bits().wrapping_sub((weight as u32) << 16) as i16)
 }
 
 /// (bf16 weight, remainder) → the exact f32 master.
@@ -65,21 +62,10 @@ pub const fn widen_f16(bits: u16) -> f32 {
 
 /// One AdamW step of one element: `(parameter, first, second)` after it. `gradient` is unscaled and clipped.
 #[inline]
-pub fn adamw(
-    h: &AdamW,
-    decays: bool,
-    parameter: f32,
-    gradient: f32,
-    first: f32,
-    second: f32,
-) -> (f32, f32, f32) {
+pub fn adamw(h: &AdamW, decays: bool, parameter: f32, gradient: f32, first: f32, second: f32) -> (f32, f32, f32) {
     let first = h.beta1 * first + (1.0 - h.beta1) * gradient;
     let second = h.beta2 * second + ((1.0 - h.beta2) * gradient) * gradient;
-    let kept = if decays {
-        parameter * (1.0 - h.lr * h.weight_decay)
-    } else {
-        parameter
-    };
+    let kept = if decays { parameter * (1.0 - h.lr * h.weight_decay) } else { parameter };
     let step = (first * h.inv_bias1) / ((second * h.inv_bias2).sqrt() + h.eps);
     (kept - h.lr * step, first, second)
 }
@@ -87,29 +73,14 @@ pub fn adamw(
 /// One Sophia-G step of one element: `(parameter, first)` after it. The ratio is at most 1 whatever the
 /// Hessian is (zero, negative, not a number).
 #[inline]
-pub fn sophia(
-    h: &Sophia,
-    decays: bool,
-    parameter: f32,
-    gradient: f32,
-    first: f32,
-    hessian: f32,
-) -> (f32, f32) {
+pub fn sophia(h: &Sophia, decays: bool, parameter: f32, gradient: f32, first: f32, hessian: f32) -> (f32, f32) {
     let first = h.beta1 * first + (1.0 - h.beta1) * gradient;
-    let kept = if decays {
-        parameter * (1.0 - h.lr * h.weight_decay)
-    } else {
-        parameter
-    };
+    let kept = if decays { parameter * (1.0 - h.lr * h.weight_decay) } else { parameter };
     let curvature = h.rho * hessian;
     let curvature = if curvature > 0.0 { curvature } else { 0.0 };
     let ratio = first.abs() / (curvature + 1e-15);
     let ratio = if ratio < 1.0 { ratio } else { 1.0 };
-    let step = if first == 0.0 {
-        0.0
-    } else {
-        ratio.copysign(first)
-    };
+    let step = if first == 0.0 { 0.0 } else { ratio.copysign(first) };
     (kept - h.lr * step, first)
 }
 
@@ -164,11 +135,7 @@ pub fn q8_second_scale(largest: f32) -> f32 {
 /// Second moment (≥ 0) → Q8 code, stochastically rounded with a uniform number.
 #[inline]
 pub fn q8_second_code(x: f32, scale: f32, uniform: f32) -> u8 {
-    let ratio = if scale > 0.0 {
-        x.sqrt() / scale - 1.0
-    } else {
-        0.0
-    };
+    let ratio = if scale > 0.0 { x.sqrt() / scale - 1.0 } else { 0.0 };
     (ratio + uniform).floor().clamp(0.0, 255.0) as u8
 }
 
@@ -190,12 +157,7 @@ mod tests {
             for _ in 0..64 {
                 counter += 1;
                 let low = crate::rng::bits(1, counter, 0) as u32 & 0x807F_FFFF;
-                for mantissa in [
-                    low,
-                    low & 0xFFFF_0000 | 0x8000,
-                    low | 0xFFFF,
-                    low & 0xFFFF_0000,
-                ] {
+                for mantissa in [low, low & 0xFFFF_0000 | 0x8000, low | 0xFFFF, low & 0xFFFF_0000] {
                     let x = f32::from_bits(mantissa | exponent << 23);
                     let (weight, remainder) = split(x);
                     if widen_bf16(weight).is_finite() {
@@ -208,18 +170,10 @@ mod tests {
 
     #[test]
     fn sophia_never_moves_more_than_lr() {
-        let h = Sophia {
-            lr: 0.1,
-            beta1: 0.9,
-            rho: 0.04,
-            weight_decay: 0.0,
-        };
+        let h = Sophia { lr: 0.1, beta1: 0.9, rho: 0.04, weight_decay: 0.0 };
         for hessian in [-1.0, 0.0, 1e-30, f32::NAN, f32::INFINITY, 5.0] {
             let (p, _) = sophia(&h, false, 1.0, 3.0, 0.5, hessian);
-            assert!(
-                (1.0 - p).abs() <= 0.1 + 1e-6 && p.is_finite(),
-                "{hessian}: {p}"
-            );
+            assert!((1.0 - p).abs() <= 0.1 + 1e-6 && p.is_finite(), "{hessian}: {p}");
         }
     }
 
@@ -228,36 +182,19 @@ mod tests {
         for i in 0..2000 {
             let x = crate::rng::normal(3, i);
             let scale = q8_first_scale(4.0);
-            let [low, high] =
-                [0.0, 0.999_999_94].map(|r| q8_first_value(q8_first_code(x, scale, r), scale));
-            assert!(
-                low <= x * 1.00001 + 1e-6 && x <= high + 1e-6 && high - low <= scale * 1.001,
-                "{x}"
-            );
+            let [low, high] = [0.0, 0.999_999_94].map(|r| q8_first_value(q8_first_code(x, scale, r), scale));
+            assert!(low <= x * 1.00001 + 1e-6 && x <= high + 1e-6 && high - low <= scale * 1.001, "{x}");
             let second = x * x;
             let scale = q8_second_scale(16.0);
-            let [low, high] = [0.0, 0.999_999_94]
-                .map(|r| q8_second_value(q8_second_code(second, scale, r), scale));
+            let [low, high] = [0.0, 0.999_999_94].map(|r| q8_second_value(q8_second_code(second, scale, r), scale));
             // Below the smallest code there is nothing to round down to.
-            assert!(
-                low <= second * 1.00001 || low == scale * scale,
-                "{second} {low}"
-            );
+            assert!(low <= second * 1.00001 || low == scale * scale, "{second} {low}");
             assert!(high >= second * 0.9999 && low > 0.0, "{second} {high}");
         }
-        assert_eq!(
-            q8_first_value(
-                q8_first_code(-4.0, q8_first_scale(4.0), 0.0),
-                q8_first_scale(4.0)
-            ),
-            -4.0
-        );
+        assert_eq!(q8_first_value(q8_first_code(-4.0, q8_first_scale(4.0), 0.0), q8_first_scale(4.0)), -4.0);
         for random in [0.0, 0.5, 0.999_999_94] {
             let scale = q8_second_scale(16.0);
-            assert_eq!(
-                q8_second_value(q8_second_code(16.0, scale, random), scale),
-                16.0
-            );
+            assert_eq!(q8_second_value(q8_second_code(16.0, scale, random), scale), 16.0);
         }
         assert_eq!(q8_first_code(0.0, q8_first_scale(0.0), 0.9), 0);
         assert_eq!(q8_second_value(q8_second_code(0.0, 0.0, 0.9), 0.0), 0.0);

@@ -7,9 +7,7 @@
 use super::Cpu;
 use super::ops::linear::{self, Residual};
 use super::ops::moments::{Gradient, Moment, Weights};
-use super::ops::{
-    Typed, attention, attention_plain, classify, convert, embed, norm, reduce, rope, swiglu, update,
-};
+use super::ops::{Typed, attention, attention_plain, classify, convert, embed, norm, reduce, rope, swiglu, update};
 use crate::ops::{Attention, Classify, Into, Linear, Operators, State, Update, control};
 use crate::{DType, Error, View};
 use half::{bf16, f16};
@@ -65,10 +63,7 @@ impl Cpu {
     /// `count` floats of a scratch view of any type.
     #[allow(clippy::mut_from_ref)]
     fn floats(&self, scratch: View, count: usize) -> &mut [f32] {
-        self.write(
-            scratch.span.part(0, 4 * count as u64).view(DType::F32),
-            count,
-        )
+        self.write(scratch.span.part(0, 4 * count as u64).view(DType::F32), count)
     }
 
     fn unsupported(&self, what: &str, dtype: DType) {
@@ -144,9 +139,7 @@ impl Cpu {
 fn out_of_vocabulary(call: &str, id: i32, row: usize, vocabulary: usize) -> Error {
     Error::Device {
         call: call.into(),
-        reason: format!(
-            "token {id} at position {row} is not within 0..{vocabulary}; check the tokenizer"
-        ),
+        reason: format!("token {id} at position {row} is not within 0..{vocabulary}; check the tokenizer"),
     }
 }
 
@@ -160,17 +153,12 @@ fn sizes(shape: Attention) -> attention::Shape {
 }
 
 fn layer(shape: Linear) -> linear::Shape {
-    linear::Shape {
-        tokens: shape.tokens as usize,
-        inputs: shape.inputs as usize,
-        outputs: shape.outputs as usize,
-    }
+    linear::Shape { tokens: shape.tokens as usize, inputs: shape.inputs as usize, outputs: shape.outputs as usize }
 }
 
 impl Operators for Cpu {
     fn zero(&self, target: View) {
-        self.pool()
-            .install(|| convert::zero(self.slice_mut(target)));
+        self.pool().install(|| convert::zero(self.slice_mut(target)));
     }
 
     fn cast(&self, source: View, target: View) {
@@ -213,16 +201,7 @@ impl Operators for Cpu {
         }));
     }
 
-    fn rmsnorm(
-        &self,
-        x: View,
-        weight: View,
-        out: View,
-        rstd: View,
-        tokens: u64,
-        hidden: u64,
-        eps: f32,
-    ) {
+    fn rmsnorm(&self, x: View, weight: View, out: View, rstd: View, tokens: u64, hidden: u64, eps: f32) {
         let (tokens, hidden) = (tokens as usize, hidden as usize);
         let rstd = self.write(rstd, tokens);
         typed!(self, "rmsnorm", x, T => {
@@ -261,15 +240,7 @@ impl Operators for Cpu {
         0
     }
 
-    fn linear(
-        &self,
-        x: View,
-        w: View,
-        bias: Option<View>,
-        residual: Option<View>,
-        y: View,
-        shape: Linear,
-    ) {
+    fn linear(&self, x: View, w: View, bias: Option<View>, residual: Option<View>, y: View, shape: Linear) {
         let shape = layer(shape);
         let count = shape.tokens * shape.outputs;
         typed!(self, "linear", y, T => {
@@ -307,15 +278,7 @@ impl Operators for Cpu {
         }));
     }
 
-    fn bias_backward(
-        &self,
-        d_y: View,
-        d_bias: View,
-        _scratch: View,
-        tokens: u64,
-        outputs: u64,
-        into: Into,
-    ) {
+    fn bias_backward(&self, d_y: View, d_bias: View, _scratch: View, tokens: u64, outputs: u64, into: Into) {
         let (tokens, outputs) = (tokens as usize, outputs as usize);
         typed!(self, "bias_backward", d_y, T => gradient_typed!(d_bias, T, G => {
             let d_y = self.read::<T>(d_y, tokens * outputs);
@@ -388,14 +351,7 @@ impl Operators for Cpu {
         });
     }
 
-    fn swiglu_backward(
-        &self,
-        d_out: View,
-        gate_up: View,
-        out: Option<View>,
-        tokens: u64,
-        ffn: u64,
-    ) {
+    fn swiglu_backward(&self, d_out: View, gate_up: View, out: Option<View>, tokens: u64, ffn: u64) {
         let (tokens, ffn) = (tokens as usize, ffn as usize);
         typed!(self, "swiglu_backward", gate_up, T => {
             let target = match out {
@@ -410,15 +366,7 @@ impl Operators for Cpu {
         });
     }
 
-    fn classify(
-        &self,
-        logits: View,
-        targets: View,
-        losses: View,
-        tokens: u64,
-        vocabulary: u64,
-        what: Classify,
-    ) {
+    fn classify(&self, logits: View, targets: View, losses: View, tokens: u64, vocabulary: u64, what: Classify) {
         let (tokens, vocabulary) = (tokens as usize, vocabulary as usize);
         let targets = self.write::<i32>(targets, tokens);
         if let Some(row) = classify::first_invalid(targets, vocabulary) {
@@ -431,9 +379,7 @@ impl Operators for Cpu {
     }
 
     fn sum(&self, values: View, total: View, into: Into) {
-        let sum = self
-            .pool()
-            .install(|| reduce::sum(self.read(values, values.elements() as usize)));
+        let sum = self.pool().install(|| reduce::sum(self.read(values, values.elements() as usize)));
         super::ops::store(&[sum], self.write::<f32>(total, 1), into);
     }
 
@@ -446,8 +392,7 @@ impl Operators for Cpu {
     fn norm_finish(&self, slots: View, max_norm: f32, loss_scale: f32, control: View) {
         let slots = self.read(slots, slots.elements() as usize);
         let scalars = reduce::norm_finish(slots, max_norm, loss_scale);
-        self.write::<f32>(control, scalars.len())
-            .copy_from_slice(&scalars);
+        self.write::<f32>(control, scalars.len()).copy_from_slice(&scalars);
     }
 
     fn update(&self, update: Update, state: State, control: View) {
@@ -458,43 +403,16 @@ impl Operators for Cpu {
         let count = state.parameter.elements() as usize;
         let weights = self.weights(state.parameter, state.master, count);
         let gradient = self.gradient(state.gradient);
-        let (first, second) = (
-            self.moment(state.first, count),
-            self.moment(state.second, count),
-        );
-        if let (Some(weights), Some(gradient), Some(first), Some(second)) =
-            (weights, gradient, first, second)
-        {
-            let State {
-                decayed,
-                seed,
-                first_element,
-                ..
-            } = state;
-            let part = update::Part {
-                weights,
-                gradient,
-                first,
-                second,
-                decayed,
-                seed,
-                first_element,
-            };
+        let (first, second) = (self.moment(state.first, count), self.moment(state.second, count));
+        if let (Some(weights), Some(gradient), Some(first), Some(second)) = (weights, gradient, first, second) {
+            let State { decayed, seed, first_element, .. } = state;
+            let part = update::Part { weights, gradient, first, second, decayed, seed, first_element };
             let multiplier = control[control::MULTIPLIER as usize];
-            self.pool()
-                .install(|| update::update(update, part, multiplier));
+            self.pool().install(|| update::update(update, part, multiplier));
         }
     }
 
-    fn hessian(
-        &self,
-        gradient: View,
-        hessian: View,
-        beta2: f32,
-        tokens: f32,
-        inverse_loss_scale: f32,
-        control: View,
-    ) {
+    fn hessian(&self, gradient: View, hessian: View, beta2: f32, tokens: f32, inverse_loss_scale: f32, control: View) {
         let control: &[f32] = self.read(control, control::COUNT as usize);
         if control[control::FINITE as usize] == 0.0 {
             return;
@@ -502,8 +420,7 @@ impl Operators for Cpu {
         if let Some(gradient) = self.gradient(gradient)
             && let Some(hessian) = self.moment(hessian, gradient.len())
         {
-            self.pool()
-                .install(|| update::hessian(gradient, hessian, beta2, tokens, inverse_loss_scale));
+            self.pool().install(|| update::hessian(gradient, hessian, beta2, tokens, inverse_loss_scale));
         }
     }
 }

@@ -6,9 +6,7 @@
 
 /// `out[t,:] = table[ids[t],:]`. table `[V,C]`, out `[T,C]`.
 pub fn embed(ids: &[i32], table: &[f64], hidden: usize) -> Vec<f64> {
-    ids.iter()
-        .flat_map(|&id| table[id as usize * hidden..][..hidden].to_vec())
-        .collect()
+    ids.iter().flat_map(|&id| table[id as usize * hidden..][..hidden].to_vec()).collect()
 }
 
 /// Gradient of the table `[V,C]`.
@@ -29,30 +27,18 @@ pub fn rmsnorm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
         .chunks_exact(hidden)
         .map(|row| 1.0 / (row.iter().map(|x| x * x).sum::<f64>() / hidden as f64 + eps).sqrt())
         .collect();
-    let out = x
-        .iter()
-        .enumerate()
-        .map(|(i, x)| x * rstd[i / hidden] * weight[i % hidden])
-        .collect();
+    let out = x.iter().enumerate().map(|(i, x)| x * rstd[i / hidden] * weight[i % hidden]).collect();
     (out, rstd)
 }
 
 /// `(d_x [T,C], d_weight [C])` of [`rmsnorm`], without what the residual adds to d_x.
-pub fn rmsnorm_backward(
-    d_out: &[f64],
-    x: &[f64],
-    weight: &[f64],
-    rstd: &[f64],
-) -> (Vec<f64>, Vec<f64>) {
+pub fn rmsnorm_backward(d_out: &[f64], x: &[f64], weight: &[f64], rstd: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let hidden = weight.len();
     let (mut d_x, mut d_weight) = (vec![0.0; x.len()], vec![0.0; hidden]);
     for (t, rstd) in rstd.iter().enumerate() {
         let at = |c: usize| t * hidden + c;
         let normal = |c: usize| x[at(c)] * rstd;
-        let mean = (0..hidden)
-            .map(|c| weight[c] * d_out[at(c)] * normal(c))
-            .sum::<f64>()
-            / hidden as f64;
+        let mean = (0..hidden).map(|c| weight[c] * d_out[at(c)] * normal(c)).sum::<f64>() / hidden as f64;
         for c in 0..hidden {
             d_x[at(c)] = rstd * (weight[c] * d_out[at(c)] - normal(c) * mean);
             d_weight[c] += d_out[at(c)] * normal(c);
@@ -133,21 +119,11 @@ impl Heads {
     fn columns(&self, head: usize, d: usize) -> (usize, usize, usize) {
         let kv = head / (self.heads / self.kv_heads);
         let column = |head: usize| head * self.head_dim + d;
-        (
-            column(head),
-            column(self.heads + kv),
-            column(self.heads + self.kv_heads + kv),
-        )
+        (column(head), column(self.heads + kv), column(self.heads + self.kv_heads + kv))
     }
 
     /// Causal softmax of one query over keys `0..=position`, and the log-sum-exp.
-    fn probabilities(
-        &self,
-        qkv: &[f64],
-        first: usize,
-        position: usize,
-        head: usize,
-    ) -> (Vec<f64>, f64) {
+    fn probabilities(&self, qkv: &[f64], first: usize, position: usize, head: usize) -> (Vec<f64>, f64) {
         let at = |s: usize, column: usize| qkv[(first + s) * self.packed() + column];
         let scores: Vec<f64> = (0..=position)
             .map(|key| {
@@ -160,10 +136,7 @@ impl Heads {
             .collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-        (
-            scores.iter().map(|s| (s - max).exp() / sum).collect(),
-            max + sum.ln(),
-        )
+        (scores.iter().map(|s| (s - max).exp() / sum).collect(), max + sum.ln())
     }
 }
 
@@ -174,14 +147,7 @@ pub fn rope(qkv: &mut [f64], table: &[f64], shape: Heads, inverse: bool) {
         let table = &table[t % shape.sequence * d..][..d];
         for head in 0..shape.heads + shape.kv_heads {
             for i in 0..d / 2 {
-                let (cosine, sine) = (
-                    table[i],
-                    if inverse {
-                        -table[i + d / 2]
-                    } else {
-                        table[i + d / 2]
-                    },
-                );
+                let (cosine, sine) = (table[i], if inverse { -table[i + d / 2] } else { table[i + d / 2] });
                 let (x, y) = (row[head * d + i], row[head * d + i + d / 2]);
                 row[head * d + i] = x * cosine - y * sine;
                 row[head * d + i + d / 2] = x * sine + y * cosine;
@@ -192,17 +158,9 @@ pub fn rope(qkv: &mut [f64], table: &[f64], shape: Heads, inverse: bool) {
 
 /// `(out [T, H·D], stats [B,H,S])` of qkv `[T, packed]`.
 pub fn attention(qkv: &[f64], shape: Heads) -> (Vec<f64>, Vec<f64>) {
-    let Heads {
-        sequence,
-        heads,
-        head_dim,
-        ..
-    } = shape;
+    let Heads { sequence, heads, head_dim, .. } = shape;
     let tokens = qkv.len() / shape.packed();
-    let (mut out, mut stats) = (
-        vec![0.0; tokens * heads * head_dim],
-        vec![0.0; tokens * heads],
-    );
+    let (mut out, mut stats) = (vec![0.0; tokens * heads * head_dim], vec![0.0; tokens * heads]);
     for t in 0..tokens {
         let (first, position) = (t / sequence * sequence, t % sequence);
         for head in 0..heads {
@@ -211,8 +169,7 @@ pub fn attention(qkv: &[f64], shape: Heads) -> (Vec<f64>, Vec<f64>) {
             for d in 0..head_dim {
                 let (_, _, v) = shape.columns(head, d);
                 let value = |key: usize| qkv[(first + key) * shape.packed() + v];
-                out[(t * heads + head) * head_dim + d] =
-                    p.iter().enumerate().map(|(key, p)| p * value(key)).sum();
+                out[(t * heads + head) * head_dim + d] = p.iter().enumerate().map(|(key, p)| p * value(key)).sum();
             }
         }
     }
@@ -221,12 +178,7 @@ pub fn attention(qkv: &[f64], shape: Heads) -> (Vec<f64>, Vec<f64>) {
 
 /// Gradient of qkv under [`attention`].
 pub fn attention_backward(qkv: &[f64], d_out: &[f64], shape: Heads) -> Vec<f64> {
-    let Heads {
-        sequence,
-        heads,
-        head_dim,
-        ..
-    } = shape;
+    let Heads { sequence, heads, head_dim, .. } = shape;
     let packed = shape.packed();
     let mut d_qkv = vec![0.0; qkv.len()];
     for t in 0..qkv.len() / packed {
@@ -262,11 +214,7 @@ fn sigmoid(x: f64) -> f64 {
 
 /// `silu(gate)·up` of gate_up `[T,2F]`.
 pub fn swiglu(gate_up: &[f64], ffn: usize) -> Vec<f64> {
-    let row = |row: &[f64]| {
-        (0..ffn)
-            .map(|f| row[f] * sigmoid(row[f]) * row[f + ffn])
-            .collect::<Vec<_>>()
-    };
+    let row = |row: &[f64]| (0..ffn).map(|f| row[f] * sigmoid(row[f]) * row[f + ffn]).collect::<Vec<_>>();
     gate_up.chunks_exact(2 * ffn).flat_map(row).collect()
 }
 
@@ -285,12 +233,7 @@ pub fn swiglu_backward(d_out: &[f64], gate_up: &[f64], ffn: usize) -> Vec<f64> {
 }
 
 /// `(losses [T], gradient of scale·Σ losses [T,V])`; rows with a negative target have neither.
-pub fn classify(
-    logits: &[f64],
-    targets: &[i32],
-    vocabulary: usize,
-    scale: f64,
-) -> (Vec<f64>, Vec<f64>) {
+pub fn classify(logits: &[f64], targets: &[i32], vocabulary: usize, scale: f64) -> (Vec<f64>, Vec<f64>) {
     let (mut losses, mut gradient) = (vec![0.0; targets.len()], vec![0.0; logits.len()]);
     for (t, &target) in targets.iter().enumerate() {
         let Ok(target) = usize::try_from(target) else {
@@ -337,11 +280,7 @@ mod tests {
             x[i] = was;
             let difference = (above - below) / 2e-5;
             let error = (difference - gradient[i]).abs();
-            assert!(
-                error < 1e-7 * (1.0 + gradient[i].abs()),
-                "{what}[{i}]: {} vs {difference}",
-                gradient[i]
-            );
+            assert!(error < 1e-7 * (1.0 + gradient[i].abs()), "{what}[{i}]: {} vs {difference}", gradient[i]);
         }
     }
 
@@ -349,25 +288,17 @@ mod tests {
     fn gradient_of_linear() {
         let (x, w, d_y) = (normals(1, 5 * 7), normals(2, 3 * 7), normals(3, 5 * 3));
         let value = |x: &[f64], w: &[f64]| dot(&linear(x, w, &[], 7), &d_y);
-        assert_gradient("d_x", &x, &linear_backward_input(&d_y, &w, 7), |x| {
-            value(x, &w)
-        });
-        assert_gradient("d_w", &w, &linear_backward_weight(&d_y, &x, 7, 3), |w| {
-            value(&x, w)
-        });
+        assert_gradient("d_x", &x, &linear_backward_input(&d_y, &w, 7), |x| value(x, &w));
+        assert_gradient("d_w", &w, &linear_backward_weight(&d_y, &x, 7, 3), |w| value(&x, w));
         let bias = normals(4, 3);
-        assert_gradient("d_bias", &bias, &bias_backward(&d_y, 3), |b| {
-            dot(&linear(&x, &w, b, 7), &d_y)
-        });
+        assert_gradient("d_bias", &bias, &bias_backward(&d_y, 3), |b| dot(&linear(&x, &w, b, 7), &d_y));
     }
 
     #[test]
     fn gradient_of_embed() {
         let (ids, table, d_out) = ([3, 0, 3, 1], normals(1, 5 * 4), normals(2, 4 * 4));
         let gradient = embed_backward(&ids, &d_out, 4, 5);
-        assert_gradient("d_table", &table, &gradient, |t| {
-            dot(&embed(&ids, t, 4), &d_out)
-        });
+        assert_gradient("d_table", &table, &gradient, |t| dot(&embed(&ids, t, 4), &d_out));
     }
 
     #[test]
@@ -375,52 +306,31 @@ mod tests {
         let (x, weight, d_out) = (normals(1, 5 * 7), normals(2, 7), normals(3, 5 * 7));
         let (_, rstd) = rmsnorm(&x, &weight, 1e-5);
         let (d_x, d_weight) = rmsnorm_backward(&d_out, &x, &weight, &rstd);
-        assert_gradient("d_x", &x, &d_x, |x| {
-            dot(&rmsnorm(x, &weight, 1e-5).0, &d_out)
-        });
-        assert_gradient("d_weight", &weight, &d_weight, |w| {
-            dot(&rmsnorm(&x, w, 1e-5).0, &d_out)
-        });
+        assert_gradient("d_x", &x, &d_x, |x| dot(&rmsnorm(x, &weight, 1e-5).0, &d_out));
+        assert_gradient("d_weight", &weight, &d_weight, |w| dot(&rmsnorm(&x, w, 1e-5).0, &d_out));
     }
 
     #[test]
     fn gradient_of_swiglu() {
         let (x, d_out) = (normals(1, 4 * 10), normals(2, 4 * 5));
-        assert_gradient("d_gate_up", &x, &swiglu_backward(&d_out, &x, 5), |x| {
-            dot(&swiglu(x, 5), &d_out)
-        });
+        assert_gradient("d_gate_up", &x, &swiglu_backward(&d_out, &x, 5), |x| dot(&swiglu(x, 5), &d_out));
     }
 
     #[test]
     fn gradient_of_attention_with_grouped_heads() {
-        let shape = Heads {
-            sequence: 9,
-            heads: 6,
-            kv_heads: 2,
-            head_dim: 10,
-        };
+        let shape = Heads { sequence: 9, heads: 6, kv_heads: 2, head_dim: 10 };
         let (qkv, d_out) = (normals(1, 18 * shape.packed()), normals(2, 18 * 60));
         let gradient = attention_backward(&qkv, &d_out, shape);
-        assert_gradient("d_qkv", &qkv, &gradient, |qkv| {
-            dot(&attention(qkv, shape).0, &d_out)
-        });
+        assert_gradient("d_qkv", &qkv, &gradient, |qkv| dot(&attention(qkv, shape).0, &d_out));
     }
 
     #[test]
     fn gradient_of_rope_is_its_inverse() {
-        let shape = Heads {
-            sequence: 5,
-            heads: 2,
-            kv_heads: 1,
-            head_dim: 4,
-        };
+        let shape = Heads { sequence: 5, heads: 2, kv_heads: 1, head_dim: 4 };
         let angles = normals(1, 5 * 2);
         let row = |a: &[f64]| [a[0].cos(), a[1].cos(), a[0].sin(), a[1].sin()];
         let table: Vec<f64> = angles.chunks_exact(2).flat_map(row).collect();
-        let (qkv, mut gradient) = (
-            normals(2, 5 * shape.packed()),
-            normals(3, 5 * shape.packed()),
-        );
+        let (qkv, mut gradient) = (normals(2, 5 * shape.packed()), normals(3, 5 * shape.packed()));
         let d_out = gradient.clone();
         rope(&mut gradient, &table, shape, true);
         assert_gradient("d_qkv", &qkv, &gradient, |qkv| {

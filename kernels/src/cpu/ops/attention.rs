@@ -91,59 +91,32 @@ pub fn load<'s, T: Element>(
 
 /// Cuts a slice into pieces of the given lengths.
 fn pieces<const N: usize>(mut scratch: &mut [f32], lengths: [usize; N]) -> [&mut [f32]; N] {
-    lengths.map(|length| {
-        scratch
-            .split_off_mut(..length)
-            .expect("scratch is the sum of its pieces")
-    })
+    lengths.map(|length| scratch.split_off_mut(..length).expect("scratch is the sum of its pieces"))
 }
 
 /// out `[T, H·D]`; stats `[B,H,S]`: log-sum-exp of each row; scratch `[T, H]`, where tasks leave it first.
-pub fn forward<T: Element>(
-    qkv: &[T],
-    out: &mut [T],
-    stats: &mut [f32],
-    scratch: &mut [f32],
-    shape: Shape,
-) {
-    let Shape {
-        sequence, heads, ..
-    } = shape;
+pub fn forward<T: Element>(qkv: &[T], out: &mut [T], stats: &mut [f32], scratch: &mut [f32], shape: Shape) {
+    let Shape { sequence, heads, .. } = shape;
     let batches = qkv.par_chunks_exact(sequence * shape.packed());
     batches
         .zip(out.par_chunks_exact_mut(sequence * shape.width()))
         .zip(scratch.par_chunks_exact_mut(sequence * heads))
         .for_each(|((qkv, out), sums)| {
-            let tiles = out
-                .par_chunks_mut(TILE * shape.width())
-                .zip(sums.par_chunks_mut(TILE * heads));
-            tiles
-                .enumerate()
-                .for_each(|(tile, (out, sums))| forward_tile(qkv, out, sums, tile, shape));
+            let tiles = out.par_chunks_mut(TILE * shape.width()).zip(sums.par_chunks_mut(TILE * heads));
+            tiles.enumerate().for_each(|(tile, (out, sums))| forward_tile(qkv, out, sums, tile, shape));
         });
-    stats
-        .par_chunks_exact_mut(sequence)
-        .enumerate()
-        .for_each(|(row, stats)| {
-            let (batch, head) = (row / heads, row % heads);
-            for (s, stat) in stats.iter_mut().enumerate() {
-                *stat = scratch[(batch * sequence + s) * heads + head];
-            }
-        });
+    stats.par_chunks_exact_mut(sequence).enumerate().for_each(|(row, stats)| {
+        let (batch, head) = (row / heads, row % heads);
+        for (s, stat) in stats.iter_mut().enumerate() {
+            *stat = scratch[(batch * sequence + s) * heads + head];
+        }
+    });
 }
 
 /// `qkv`: one sequence. `out`, `sums`: this tile's rows.
 fn forward_tile<T: Element>(qkv: &[T], out: &mut [T], sums: &mut [f32], tile: usize, shape: Shape) {
     let d = shape.head_dim;
-    let lengths = [
-        TILE * d,
-        TILE * d,
-        TILE * d,
-        TILE * d,
-        TILE * TILE,
-        TILE,
-        TILE,
-    ];
+    let lengths = [TILE * d, TILE * d, TILE * d, TILE * d, TILE * TILE, TILE, TILE];
     with_scratch(lengths.iter().sum(), |scratch| {
         let [q, k, v, o, s, max, total] = pieces(scratch, lengths);
         for head in 0..shape.heads {
@@ -159,12 +132,7 @@ fn forward_tile<T: Element>(qkv: &[T], out: &mut [T], sums: &mut [f32], tile: us
                 let v = load(qkv, shape.packed(), shape.tile(keys), shape.v(kv), d, v);
                 let columns = k.len() / d;
                 let s = &mut s[..rows * columns];
-                multiply(
-                    Matrix::new(q, rows, d, d),
-                    Matrix::new(k, columns, d, d).transposed(),
-                    s,
-                    false,
-                );
+                multiply(Matrix::new(q, rows, d, d), Matrix::new(k, columns, d, d).transposed(), s, false);
                 for (i, s) in s.chunks_exact_mut(columns).enumerate() {
                     if keys == tile {
                         s[i + 1..].fill(f32::NEG_INFINITY);
@@ -174,12 +142,7 @@ fn forward_tile<T: Element>(qkv: &[T], out: &mut [T], sums: &mut [f32], tile: us
                         *o *= correction;
                     }
                 }
-                multiply(
-                    Matrix::new(s, rows, columns, columns),
-                    Matrix::new(v, columns, d, d),
-                    o,
-                    true,
-                );
+                multiply(Matrix::new(s, rows, columns, columns), Matrix::new(v, columns, d, d), o, true);
             }
             for (i, o) in o.chunks_exact_mut(d).enumerate() {
                 let inverse = 1.0 / total[i];
@@ -216,14 +179,7 @@ fn load_scaled_q<'s, T: Element>(
     target: &'s mut [f32],
     shape: Shape,
 ) -> &'s mut [f32] {
-    let q = load(
-        qkv,
-        shape.packed(),
-        shape.tile(tile),
-        shape.q(head),
-        shape.head_dim,
-        target,
-    );
+    let q = load(qkv, shape.packed(), shape.tile(tile), shape.q(head), shape.head_dim, target);
     let scale = shape.scale();
     q.iter_mut().for_each(|x| *x *= scale);
     q
@@ -264,143 +220,62 @@ struct Tiles<'s> {
 }
 
 /// Gradient of q, k, v from the log-sum-exp of the rows. Shapes as in [`crate::Operators::attention_backward`].
-pub fn backward<T: Element>(
-    qkv: &[T],
-    out: &[T],
-    stats: &[f32],
-    d_out: &[T],
-    d_qkv: &mut [T],
-    shape: Shape,
-) {
-    let (packed, width) = (
-        shape.sequence * shape.packed(),
-        shape.sequence * shape.width(),
-    );
+pub fn backward<T: Element>(qkv: &[T], out: &[T], stats: &[f32], d_out: &[T], d_qkv: &mut [T], shape: Shape) {
+    let (packed, width) = (shape.sequence * shape.packed(), shape.sequence * shape.width());
     let rows = shape.sequence * shape.heads;
-    d_qkv
-        .par_chunks_exact_mut(packed)
-        .enumerate()
-        .for_each(|(b, d_qkv)| {
-            let sequence = Sequence {
-                qkv: &qkv[b * packed..][..packed],
-                out: &out[b * width..][..width],
-                d_out: &d_out[b * width..][..width],
-                stats: &stats[b * rows..][..rows],
-                shape,
-            };
-            d_qkv
-                .par_chunks_mut(TILE * shape.packed())
-                .enumerate()
-                .for_each(|(tile, d_qkv)| {
-                    let (d, square) = (TILE * shape.head_dim, TILE * TILE);
-                    let lengths = [d, d, d, d, d, TILE, square, square, d, d];
-                    with_scratch(lengths.iter().sum(), |scratch| {
-                        let [q, k, v, out, d_out, delta, p, d_s, first, second] =
-                            pieces(scratch, lengths);
-                        let mut tiles = Tiles {
-                            q,
-                            k,
-                            v,
-                            out,
-                            d_out,
-                            delta,
-                            p,
-                            d_s,
-                            first,
-                            second,
-                        };
-                        for head in 0..shape.heads {
-                            sequence.backward_q(&mut tiles, tile, head, d_qkv);
-                        }
-                        for kv in 0..shape.kv_heads {
-                            sequence.backward_kv(&mut tiles, tile, kv, d_qkv);
-                        }
-                    });
-                });
+    d_qkv.par_chunks_exact_mut(packed).enumerate().for_each(|(b, d_qkv)| {
+        let sequence = Sequence {
+            qkv: &qkv[b * packed..][..packed],
+            out: &out[b * width..][..width],
+            d_out: &d_out[b * width..][..width],
+            stats: &stats[b * rows..][..rows],
+            shape,
+        };
+        d_qkv.par_chunks_mut(TILE * shape.packed()).enumerate().for_each(|(tile, d_qkv)| {
+            let (d, square) = (TILE * shape.head_dim, TILE * TILE);
+            let lengths = [d, d, d, d, d, TILE, square, square, d, d];
+            with_scratch(lengths.iter().sum(), |scratch| {
+                let [q, k, v, out, d_out, delta, p, d_s, first, second] = pieces(scratch, lengths);
+                let mut tiles = Tiles { q, k, v, out, d_out, delta, p, d_s, first, second };
+                for head in 0..shape.heads {
+                    sequence.backward_q(&mut tiles, tile, head, d_qkv);
+                }
+                for kv in 0..shape.kv_heads {
+                    sequence.backward_kv(&mut tiles, tile, kv, d_qkv);
+                }
+            });
         });
+    });
 }
 
 impl<T: Element> Sequence<'_, T> {
     fn load_queries(&self, t: &mut Tiles<'_>, tile: usize, head: usize) {
         let (shape, d) = (self.shape, self.shape.head_dim);
         load_scaled_q(self.qkv, tile, head, t.q, shape);
-        let d_out = load(
-            self.d_out,
-            shape.width(),
-            shape.tile(tile),
-            shape.q(head),
-            d,
-            t.d_out,
-        );
-        let out = load(
-            self.out,
-            shape.width(),
-            shape.tile(tile),
-            shape.q(head),
-            d,
-            t.out,
-        );
-        for ((delta, out), d_out) in t
-            .delta
-            .iter_mut()
-            .zip(out.chunks_exact(d))
-            .zip(d_out.chunks_exact(d))
-        {
+        let d_out = load(self.d_out, shape.width(), shape.tile(tile), shape.q(head), d, t.d_out);
+        let out = load(self.out, shape.width(), shape.tile(tile), shape.q(head), d, t.out);
+        for ((delta, out), d_out) in t.delta.iter_mut().zip(out.chunks_exact(d)).zip(d_out.chunks_exact(d)) {
             *delta = dot(out, d_out);
         }
     }
 
     fn load_keys(&self, t: &mut Tiles<'_>, tile: usize, kv: usize) {
         let (shape, d) = (self.shape, self.shape.head_dim);
-        load(
-            self.qkv,
-            shape.packed(),
-            shape.tile(tile),
-            shape.k(kv),
-            d,
-            t.k,
-        );
-        load(
-            self.qkv,
-            shape.packed(),
-            shape.tile(tile),
-            shape.v(kv),
-            d,
-            t.v,
-        );
+        load(self.qkv, shape.packed(), shape.tile(tile), shape.k(kv), d, t.k);
+        load(self.qkv, shape.packed(), shape.tile(tile), shape.v(kv), d, t.v);
     }
 
     /// Fills `p` and `d_s` of two loaded tiles: p = e^(score − log-sum-exp), d_s = p·(d_out·vᵀ − delta).
     /// Answers the numbers of queries and keys.
-    fn scores(
-        &self,
-        t: &mut Tiles<'_>,
-        queries: usize,
-        keys: usize,
-        head: usize,
-    ) -> (usize, usize) {
+    fn scores(&self, t: &mut Tiles<'_>, queries: usize, keys: usize, head: usize) -> (usize, usize) {
         let (shape, d) = (self.shape, self.shape.head_dim);
         let (tokens, columns) = (shape.tile(queries), shape.tile(keys).len());
         let rows = tokens.len();
         let (p, d_s) = (&mut t.p[..rows * columns], &mut t.d_s[..rows * columns]);
-        multiply(
-            Matrix::new(t.q, rows, d, d),
-            Matrix::new(t.k, columns, d, d).transposed(),
-            p,
-            false,
-        );
-        multiply(
-            Matrix::new(t.d_out, rows, d, d),
-            Matrix::new(t.v, columns, d, d).transposed(),
-            d_s,
-            false,
-        );
+        multiply(Matrix::new(t.q, rows, d, d), Matrix::new(t.k, columns, d, d).transposed(), p, false);
+        multiply(Matrix::new(t.d_out, rows, d, d), Matrix::new(t.v, columns, d, d).transposed(), d_s, false);
         let stats = &self.stats[head * shape.sequence..][tokens];
-        for (i, (p, d_s)) in p
-            .chunks_exact_mut(columns)
-            .zip(d_s.chunks_exact_mut(columns))
-            .enumerate()
-        {
+        for (i, (p, d_s)) in p.chunks_exact_mut(columns).zip(d_s.chunks_exact_mut(columns)).enumerate() {
             let (stat, delta) = (stats[i], t.delta[i]);
             let seen = if keys == queries { i + 1 } else { columns };
             vectorised(|| {
@@ -452,10 +327,7 @@ impl<T: Element> Sequence<'_, T> {
 /// Rounds a dense `[rows, D]` tile into the columns from `first` on of packed rows.
 fn keep<T: Element>(source: &[f32], rows: &mut [T], first: usize, shape: Shape) {
     let d = shape.head_dim;
-    for (row, source) in rows
-        .chunks_exact_mut(shape.packed())
-        .zip(source.chunks_exact(d))
-    {
+    for (row, source) in rows.chunks_exact_mut(shape.packed()).zip(source.chunks_exact(d)) {
         T::narrow_slice(source, &mut row[first..first + d]);
     }
 }

@@ -36,20 +36,8 @@ fn softmax_rows<T: Element>(
     with_scratch((rows + sequence) * d, |scratch| {
         let (q, k) = scratch.split_at_mut(rows * d);
         let q = load(qkv, shape.packed(), tokens, shape.q(head), d, q);
-        let k = load(
-            qkv,
-            shape.packed(),
-            0..sequence,
-            shape.k(head / shape.group()),
-            d,
-            k,
-        );
-        multiply(
-            Matrix::new(q, rows, d, d),
-            Matrix::new(k, sequence, d, d).transposed(),
-            scores,
-            false,
-        );
+        let k = load(qkv, shape.packed(), 0..sequence, shape.k(head / shape.group()), d, k);
+        multiply(Matrix::new(q, rows, d, d), Matrix::new(k, sequence, d, d).transposed(), scores, false);
     });
     for (i, scores) in scores.chunks_exact_mut(sequence).enumerate() {
         let (seen, hidden) = scores.split_at_mut(start + i + 1);
@@ -64,87 +52,54 @@ fn softmax_rows<T: Element>(
 }
 
 /// As [`super::attention::forward`], with [`forward_scratch`] floats of scratch.
-pub fn forward<T: Element>(
-    qkv: &[T],
-    out: &mut [T],
-    stats: &mut [f32],
-    scratch: &mut [f32],
-    shape: Shape,
-) {
+pub fn forward<T: Element>(qkv: &[T], out: &mut [T], stats: &mut [f32], scratch: &mut [f32], shape: Shape) {
     let (d, sequence) = (shape.head_dim, shape.sequence);
-    let batches = qkv
-        .chunks_exact(sequence * shape.packed())
-        .zip(out.chunks_exact_mut(sequence * shape.width()));
+    let batches = qkv.chunks_exact(sequence * shape.packed()).zip(out.chunks_exact_mut(sequence * shape.width()));
     for ((qkv, out), stats) in batches.zip(stats.chunks_exact_mut(sequence * shape.heads)) {
         for (head, stats) in stats.chunks_exact_mut(sequence).enumerate() {
-            let rows = out
-                .par_chunks_mut(TILE * shape.width())
-                .zip(stats.par_chunks_mut(TILE));
-            rows.zip(scratch.par_chunks_mut(TILE * sequence))
-                .enumerate()
-                .for_each(|(task, ((out, stats), scores))| {
-                    let rows = stats.len();
-                    let scores = &mut scores[..rows * sequence];
-                    softmax_rows(qkv, rows_of(task, rows), head, scores, shape, |i, stat| {
-                        stats[i] = stat
-                    });
-                    with_scratch((sequence + rows) * d, |scratch| {
-                        let (v, o) = scratch.split_at_mut(sequence * d);
-                        let v = load(
-                            qkv,
-                            shape.packed(),
-                            0..sequence,
-                            shape.v(head / shape.group()),
-                            d,
-                            v,
-                        );
-                        let p = Matrix::new(scores, rows, sequence, sequence);
-                        multiply(p, Matrix::new(v, sequence, d, d), o, false);
-                        for (out, o) in out.chunks_exact_mut(shape.width()).zip(o.chunks_exact(d)) {
-                            T::narrow_slice(o, &mut out[shape.q(head)..][..d]);
-                        }
-                    });
+            let rows = out.par_chunks_mut(TILE * shape.width()).zip(stats.par_chunks_mut(TILE));
+            rows.zip(scratch.par_chunks_mut(TILE * sequence)).enumerate().for_each(|(task, ((out, stats), scores))| {
+                let rows = stats.len();
+                let scores = &mut scores[..rows * sequence];
+                softmax_rows(qkv, rows_of(task, rows), head, scores, shape, |i, stat| stats[i] = stat);
+                with_scratch((sequence + rows) * d, |scratch| {
+                    let (v, o) = scratch.split_at_mut(sequence * d);
+                    let v = load(qkv, shape.packed(), 0..sequence, shape.v(head / shape.group()), d, v);
+                    let p = Matrix::new(scores, rows, sequence, sequence);
+                    multiply(p, Matrix::new(v, sequence, d, d), o, false);
+                    for (out, o) in out.chunks_exact_mut(shape.width()).zip(o.chunks_exact(d)) {
+                        T::narrow_slice(o, &mut out[shape.q(head)..][..d]);
+                    }
                 });
+            });
         }
     }
 }
 
 /// As [`super::attention::backward`], with [`backward_scratch`] floats of scratch. Needs neither the output
 /// nor the log-sum-exps: the softmax is taken again.
-pub fn backward<T: Element>(
-    qkv: &[T],
-    d_out: &[T],
-    d_qkv: &mut [T],
-    scratch: &mut [f32],
-    shape: Shape,
-) {
+pub fn backward<T: Element>(qkv: &[T], d_out: &[T], d_qkv: &mut [T], scratch: &mut [f32], shape: Shape) {
     let (d, sequence) = (shape.head_dim, shape.sequence);
     let (p, rest) = scratch.split_at_mut(sequence * sequence);
     let (d_s, rest) = rest.split_at_mut(sequence * sequence);
     let (d_k, rest) = rest.split_at_mut(sequence * d);
     let d_v = &mut rest[..sequence * d];
-    let batches = qkv
-        .chunks_exact(sequence * shape.packed())
-        .zip(d_out.chunks_exact(sequence * shape.width()));
+    let batches = qkv.chunks_exact(sequence * shape.packed()).zip(d_out.chunks_exact(sequence * shape.width()));
     for ((qkv, d_out), d_qkv) in batches.zip(d_qkv.chunks_exact_mut(sequence * shape.packed())) {
         for kv in 0..shape.kv_heads {
             for member in 0..shape.group() {
                 let head = kv * shape.group() + member;
                 score_gradients(qkv, d_out, d_qkv, p, d_s, head, shape);
-                let columns = d_k
-                    .par_chunks_mut(TILE * d)
-                    .zip(d_v.par_chunks_mut(TILE * d));
+                let columns = d_k.par_chunks_mut(TILE * d).zip(d_v.par_chunks_mut(TILE * d));
                 let (p, d_s) = (&*p, &*d_s);
                 columns.enumerate().for_each(|(task, (d_k, d_v))| {
                     with_scratch(sequence * d, |rows| {
                         let columns = d_k.len() / d;
                         let rows = load(qkv, shape.packed(), 0..sequence, shape.q(head), d, rows);
-                        let d_s = Matrix::new(&d_s[task * TILE..], sequence, columns, sequence)
-                            .transposed();
+                        let d_s = Matrix::new(&d_s[task * TILE..], sequence, columns, sequence).transposed();
                         multiply(d_s, Matrix::new(rows, sequence, d, d), d_k, member > 0);
                         let rows = load(d_out, shape.width(), 0..sequence, shape.q(head), d, rows);
-                        let p = Matrix::new(&p[task * TILE..], sequence, columns, sequence)
-                            .transposed();
+                        let p = Matrix::new(&p[task * TILE..], sequence, columns, sequence).transposed();
                         multiply(p, Matrix::new(rows, sequence, d, d), d_v, member > 0);
                     });
                 });
@@ -168,59 +123,28 @@ fn score_gradients<T: Element>(
     shape: Shape,
 ) {
     let (d, sequence) = (shape.head_dim, shape.sequence);
-    let rows = d_qkv
-        .par_chunks_mut(TILE * shape.packed())
-        .zip(p.par_chunks_mut(TILE * sequence));
-    rows.zip(d_s.par_chunks_mut(TILE * sequence))
-        .enumerate()
-        .for_each(|(task, ((d_qkv, p), d_s))| {
-            let rows = p.len() / sequence;
-            let tokens = rows_of(task, rows);
-            softmax_rows(qkv, tokens.clone(), head, p, shape, |_, _| ());
-            with_scratch((2 * rows + sequence) * d, |scratch| {
-                let (d_o, rest) = scratch.split_at_mut(rows * d);
-                let (d_q, kv) = rest.split_at_mut(rows * d);
-                let d_o = load(d_out, shape.width(), tokens, shape.q(head), d, d_o);
-                let v = load(
-                    qkv,
-                    shape.packed(),
-                    0..sequence,
-                    shape.v(head / shape.group()),
-                    d,
-                    kv,
-                );
-                multiply(
-                    Matrix::new(d_o, rows, d, d),
-                    Matrix::new(v, sequence, d, d).transposed(),
-                    d_s,
-                    false,
-                );
-                for (p, d_s) in p.chunks_exact(sequence).zip(d_s.chunks_exact_mut(sequence)) {
-                    let mean: f32 = p.iter().zip(&*d_s).map(|(p, d)| p * d).sum();
-                    for (d_s, p) in d_s.iter_mut().zip(p) {
-                        *d_s = p * (*d_s - mean) * shape.scale();
-                    }
+    let rows = d_qkv.par_chunks_mut(TILE * shape.packed()).zip(p.par_chunks_mut(TILE * sequence));
+    rows.zip(d_s.par_chunks_mut(TILE * sequence)).enumerate().for_each(|(task, ((d_qkv, p), d_s))| {
+        let rows = p.len() / sequence;
+        let tokens = rows_of(task, rows);
+        softmax_rows(qkv, tokens.clone(), head, p, shape, |_, _| ());
+        with_scratch((2 * rows + sequence) * d, |scratch| {
+            let (d_o, rest) = scratch.split_at_mut(rows * d);
+            let (d_q, kv) = rest.split_at_mut(rows * d);
+            let d_o = load(d_out, shape.width(), tokens, shape.q(head), d, d_o);
+            let v = load(qkv, shape.packed(), 0..sequence, shape.v(head / shape.group()), d, kv);
+            multiply(Matrix::new(d_o, rows, d, d), Matrix::new(v, sequence, d, d).transposed(), d_s, false);
+            for (p, d_s) in p.chunks_exact(sequence).zip(d_s.chunks_exact_mut(sequence)) {
+                let mean: f32 = p.iter().zip(&*d_s).map(|(p, d)| p * d).sum();
+                for (d_s, p) in d_s.iter_mut().zip(p) {
+                    *d_s = p * (*d_s - mean) * shape.scale();
                 }
-                let k = load(
-                    qkv,
-                    shape.packed(),
-                    0..sequence,
-                    shape.k(head / shape.group()),
-                    d,
-                    kv,
-                );
-                multiply(
-                    Matrix::new(d_s, rows, sequence, sequence),
-                    Matrix::new(k, sequence, d, d),
-                    d_q,
-                    false,
-                );
-                for (row, d_q) in d_qkv
-                    .chunks_exact_mut(shape.packed())
-                    .zip(d_q.chunks_exact(d))
-                {
-                    T::narrow_slice(d_q, &mut row[shape.q(head)..][..d]);
-                }
-            });
+            }
+            let k = load(qkv, shape.packed(), 0..sequence, shape.k(head / shape.group()), d, kv);
+            multiply(Matrix::new(d_s, rows, sequence, sequence), Matrix::new(k, sequence, d, d), d_q, false);
+            for (row, d_q) in d_qkv.chunks_exact_mut(shape.packed()).zip(d_q.chunks_exact(d)) {
+                T::narrow_slice(d_q, &mut row[shape.q(head)..][..d]);
+            }
         });
+    });
 }

@@ -7,9 +7,7 @@ use rayon::prelude::*;
 
 /// First row whose target is neither a token nor [`IGNORED`].
 pub fn first_invalid(targets: &[i32], vocabulary: usize) -> Option<usize> {
-    targets
-        .iter()
-        .position(|&t| t != IGNORED && usize::try_from(t).map_or(true, |t| t >= vocabulary))
+    targets.iter().position(|&t| t != IGNORED && usize::try_from(t).map_or(true, |t| t >= vocabulary))
 }
 
 /// See [`crate::Operators::classify`]. logits `[T,V]`, targets and losses `[T]`. A target that is no token
@@ -21,11 +19,7 @@ pub fn classify<T: Element>(
     vocabulary: usize,
     what: Classify,
 ) {
-    let rows = logits
-        .par_chunks_exact_mut(vocabulary)
-        .zip(targets)
-        .zip(losses)
-        .enumerate();
+    let rows = logits.par_chunks_exact_mut(vocabulary).zip(targets).zip(losses).enumerate();
     rows.for_each(|(row, ((logits, target), loss))| {
         if usize::try_from(*target).map_or(true, |t| t >= vocabulary) {
             *loss = 0.0;
@@ -42,10 +36,7 @@ pub fn classify<T: Element>(
                     *x = exp(*x - max);
                 }
             });
-            if let Classify::Sampled {
-                seed, first_token, ..
-            } = what
-            {
+            if let Classify::Sampled { seed, first_token, .. } = what {
                 *target = draw(powers, rng::uniform(seed, first_token + row as u64, 0)) as i32;
             }
             let target = *target as usize;

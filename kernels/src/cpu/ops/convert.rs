@@ -13,17 +13,10 @@ pub fn zero(target: &mut [u8]) {
 
 /// `target[i] = source[i]` through f32, rounded to nearest even.
 pub fn cast<S: Element, T: Element>(source: &[S], target: &mut [T]) {
-    assert_eq!(
-        source.len(),
-        target.len(),
-        "a cast keeps the number of elements"
-    );
-    target
-        .par_chunks_mut(BLOCK)
-        .zip(source.par_chunks(BLOCK))
-        .for_each(|(target, source)| {
-            for (t, s) in target.iter_mut().zip(source) {
-                *t = T::narrow(s.widen());
-            }
-        });
+    assert_eq!(source.len(), target.len(), "a cast keeps the number of elements");
+    target.par_chunks_mut(BLOCK).zip(source.par_chunks(BLOCK)).for_each(|(target, source)| {
+        for (t, s) in target.iter_mut().zip(source) {
+            *t = T::narrow(s.widen());
+        }
+    });
 }

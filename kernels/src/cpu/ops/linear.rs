@@ -39,99 +39,41 @@ pub enum Residual<'a, T> {
 }
 
 /// `y = x·wᵀ (+ bias) (+ residual)`, rounded once.
-pub fn forward<T: Element>(
-    x: &[T],
-    w: &[T],
-    bias: Option<&[T]>,
-    residual: Residual<'_, T>,
-    y: &mut [T],
-    shape: Shape,
-) {
-    let x = Operand {
-        data: x,
-        width: shape.inputs,
-        inner_is_row: false,
-    };
-    let w = Operand {
-        data: w,
-        width: shape.inputs,
-        inner_is_row: false,
-    };
-    product(
-        x,
-        w,
-        y,
-        shape.outputs,
-        shape.inputs,
-        |row, columns, tile, target| {
-            if let Some(bias) = bias {
-                for (t, b) in tile.iter_mut().zip(&bias[columns.clone()]) {
-                    *t += b.widen();
+pub fn forward<T: Element>(x: &[T], w: &[T], bias: Option<&[T]>, residual: Residual<'_, T>, y: &mut [T], shape: Shape) {
+    let x = Operand { data: x, width: shape.inputs, inner_is_row: false };
+    let w = Operand { data: w, width: shape.inputs, inner_is_row: false };
+    product(x, w, y, shape.outputs, shape.inputs, |row, columns, tile, target| {
+        if let Some(bias) = bias {
+            for (t, b) in tile.iter_mut().zip(&bias[columns.clone()]) {
+                *t += b.widen();
+            }
+        }
+        match residual {
+            Residual::None => T::narrow_slice(tile, target),
+            Residual::Target => store(tile, target, Into::Add),
+            Residual::Other(other) => {
+                let start = row * shape.outputs;
+                let other = &other[start + columns.start..start + columns.end];
+                for ((t, o), sum) in target.iter_mut().zip(other).zip(tile) {
+                    *t = T::narrow(*sum + o.widen());
                 }
             }
-            match residual {
-                Residual::None => T::narrow_slice(tile, target),
-                Residual::Target => store(tile, target, Into::Add),
-                Residual::Other(other) => {
-                    let start = row * shape.outputs;
-                    let other = &other[start + columns.start..start + columns.end];
-                    for ((t, o), sum) in target.iter_mut().zip(other).zip(tile) {
-                        *t = T::narrow(*sum + o.widen());
-                    }
-                }
-            }
-        },
-    );
+        }
+    });
 }
 
 /// `d_x (+)= d_y·w`.
 pub fn backward_input<T: Element>(d_y: &[T], w: &[T], d_x: &mut [T], shape: Shape, into: Into) {
-    let d_y = Operand {
-        data: d_y,
-        width: shape.outputs,
-        inner_is_row: false,
-    };
-    let w = Operand {
-        data: w,
-        width: shape.inputs,
-        inner_is_row: true,
-    };
-    product(
-        d_y,
-        w,
-        d_x,
-        shape.inputs,
-        shape.outputs,
-        |_, _, tile, target| store(tile, target, into),
-    );
+    let d_y = Operand { data: d_y, width: shape.outputs, inner_is_row: false };
+    let w = Operand { data: w, width: shape.inputs, inner_is_row: true };
+    product(d_y, w, d_x, shape.inputs, shape.outputs, |_, _, tile, target| store(tile, target, into));
 }
 
 /// `d_w (+)= d_yᵀ·x`.
-pub fn backward_weight<T: Element, G: Element>(
-    d_y: &[T],
-    x: &[T],
-    d_w: &mut [G],
-    shape: Shape,
-    into: Into,
-) {
-    let d_y = Operand {
-        data: d_y,
-        width: shape.outputs,
-        inner_is_row: true,
-    };
-    let x = Operand {
-        data: x,
-        width: shape.inputs,
-        inner_is_row: true,
-    };
-    product(
-        d_y,
-        x,
-        d_w,
-        shape.inputs,
-        shape.tokens,
-        |_, _, tile, target| store(tile, target, into),
-    );
+pub fn backward_weight<T: Element, G: Element>(d_y: &[T], x: &[T], d_w: &mut [G], shape: Shape, into: Into) {
+    let d_y = Operand { data: d_y, width: shape.outputs, inner_is_row: true };
+    let x = Operand { data: x, width: shape.inputs, inner_is_row: true };
+    product(d_y, x, d_w, shape.inputs, shape.tokens, |_, _, tile, target| store(tile, target, into));
 }
 
 /// One side of a product as it lies in memory. Its outer dimension becomes the result's rows or columns, its
@@ -148,40 +90,19 @@ struct Operand<'a, T> {
 impl<T: Element> Operand<'_, T> {
     /// The part of the given outer and inner indices as `[outer, inner]`; `space` holds it where it has to be
     /// widened.
-    fn panel<'s>(
-        &'s self,
-        outer: Range<usize>,
-        inner: Range<usize>,
-        space: &'s mut [f32],
-    ) -> Matrix<'s> {
-        let (rows, columns) = if self.inner_is_row {
-            (inner, outer)
-        } else {
-            (outer, inner)
-        };
+    fn panel<'s>(&'s self, outer: Range<usize>, inner: Range<usize>, space: &'s mut [f32]) -> Matrix<'s> {
+        let (rows, columns) = if self.inner_is_row { (inner, outer) } else { (outer, inner) };
         let (height, width) = (rows.len(), columns.len());
         let matrix = if let Some(data) = T::as_f32(self.data) {
-            Matrix::new(
-                &data[rows.start * self.width + columns.start..],
-                height,
-                width,
-                self.width,
-            )
+            Matrix::new(&data[rows.start * self.width + columns.start..], height, width, self.width)
         } else {
             for (row, space) in rows.zip(space.chunks_exact_mut(width)) {
                 let start = row * self.width;
-                T::widen_slice(
-                    &self.data[start + columns.start..start + columns.end],
-                    space,
-                );
+                T::widen_slice(&self.data[start + columns.start..start + columns.end], space);
             }
             Matrix::new(space, height, width, width)
         };
-        if self.inner_is_row {
-            matrix.transposed()
-        } else {
-            matrix
-        }
+        if self.inner_is_row { matrix.transposed() } else { matrix }
     }
 }
 
@@ -198,28 +119,26 @@ fn product<A: Element, B: Element, O: Element>(
     if out.is_empty() {
         return;
     }
-    out.par_chunks_mut(ROWS * width)
-        .enumerate()
-        .for_each(|(block, out)| {
-            let height = out.len() / width;
-            let rows = block * ROWS..block * ROWS + height;
-            with_scratch((ROWS + COLUMNS) * DEPTH + ROWS * COLUMNS, |scratch| {
-                let (a_space, rest) = scratch.split_at_mut(ROWS * DEPTH);
-                let (b_space, tile) = rest.split_at_mut(COLUMNS * DEPTH);
-                for start in (0..width).step_by(COLUMNS) {
-                    let columns = start..(start + COLUMNS).min(width);
-                    let tile = &mut tile[..height * columns.len()];
-                    for k in (0..depth.max(1)).step_by(DEPTH) {
-                        let inner = k..(k + DEPTH).min(depth);
-                        let a = a.panel(rows.clone(), inner.clone(), a_space);
-                        let b = b.panel(columns.clone(), inner, b_space);
-                        multiply(a, b.transposed(), tile, k > 0);
-                    }
-                    for (i, tile) in tile.chunks_exact_mut(columns.len()).enumerate() {
-                        let target = &mut out[i * width + columns.start..i * width + columns.end];
-                        finish(rows.start + i, columns.clone(), tile, target);
-                    }
+    out.par_chunks_mut(ROWS * width).enumerate().for_each(|(block, out)| {
+        let height = out.len() / width;
+        let rows = block * ROWS..block * ROWS + height;
+        with_scratch((ROWS + COLUMNS) * DEPTH + ROWS * COLUMNS, |scratch| {
+            let (a_space, rest) = scratch.split_at_mut(ROWS * DEPTH);
+            let (b_space, tile) = rest.split_at_mut(COLUMNS * DEPTH);
+            for start in (0..width).step_by(COLUMNS) {
+                let columns = start..(start + COLUMNS).min(width);
+                let tile = &mut tile[..height * columns.len()];
+                for k in (0..depth.max(1)).step_by(DEPTH) {
+                    let inner = k..(k + DEPTH).min(depth);
+                    let a = a.panel(rows.clone(), inner.clone(), a_space);
+                    let b = b.panel(columns.clone(), inner, b_space);
+                    multiply(a, b.transposed(), tile, k > 0);
                 }
-            });
+                for (i, tile) in tile.chunks_exact_mut(columns.len()).enumerate() {
+                    let target = &mut out[i * width + columns.start..i * width + columns.end];
+                    finish(rows.start + i, columns.clone(), tile, target);
+                }
+            }
         });
+    });
 }

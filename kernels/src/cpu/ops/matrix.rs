@@ -13,13 +13,7 @@ pub struct Matrix<'a> {
 impl<'a> Matrix<'a> {
     /// `rows` × `columns`, one row every `stride` elements.
     pub fn new(data: &'a [f32], rows: usize, columns: usize, stride: usize) -> Self {
-        Matrix {
-            data,
-            rows,
-            columns,
-            row_stride: stride,
-            column_stride: 1,
-        }
+        Matrix { data, rows, columns, row_stride: stride, column_stride: 1 }
     }
 
     /// The same elements with rows and columns exchanged.
@@ -34,8 +28,7 @@ impl<'a> Matrix<'a> {
     }
 
     fn holds_its_elements(&self) -> bool {
-        let last = (self.rows.max(1) - 1) * self.row_stride
-            + (self.columns.max(1) - 1) * self.column_stride;
+        let last = (self.rows.max(1) - 1) * self.row_stride + (self.columns.max(1) - 1) * self.column_stride;
         self.rows == 0 || self.columns == 0 || last < self.data.len()
     }
 }

@@ -177,10 +177,7 @@ impl<'a> Moment<'a> {
             Moment::Q8(codes, scales) => {
                 let (codes, codes_rest) = codes.split_at_mut(at);
                 let (scales, scales_rest) = scales.split_at_mut(at / BLOCK);
-                (
-                    Moment::Q8(codes, scales),
-                    Moment::Q8(codes_rest, scales_rest),
-                )
+                (Moment::Q8(codes, scales), Moment::Q8(codes_rest, scales_rest))
             }
         }
     }
@@ -204,13 +201,7 @@ impl<'a> Moment<'a> {
     }
 
     /// The other way; `draw(i, value)` gives seed and counter of what rounds element i of the block.
-    pub fn write(
-        &mut self,
-        which: Which,
-        first: usize,
-        source: &[f32],
-        draw: impl Fn(usize, f32) -> (u64, u64),
-    ) {
+    pub fn write(&mut self, which: Which, first: usize, source: &[f32], draw: impl Fn(usize, f32) -> (u64, u64)) {
         let range = first..first + source.len();
         match self {
             Moment::F32(m) => m[range].copy_from_slice(source),
@@ -223,9 +214,7 @@ impl<'a> Moment<'a> {
                 }
             }
             Moment::Q8(codes, scales) => {
-                let largest = source
-                    .iter()
-                    .fold(0.0f32, |largest, s| largest.max(s.abs()));
+                let largest = source.iter().fold(0.0f32, |largest, s| largest.max(s.abs()));
                 let scale = match which {
                     Which::First => numeric::q8_first_scale(largest),
                     Which::Second => numeric::q8_second_scale(largest),

@@ -8,20 +8,17 @@ use rayon::prelude::*;
 pub fn rope<T: Element>(qkv: &mut [T], table: &[f32], shape: Shape, inverse: bool) {
     let half = shape.head_dim / 2;
     let rotated = (shape.heads + shape.kv_heads) * shape.head_dim;
-    qkv.par_chunks_exact_mut(shape.packed())
-        .enumerate()
-        .for_each(|(t, row)| {
-            let position = (t % shape.sequence) * shape.head_dim;
-            let (cosines, sines) = table[position..position + shape.head_dim].split_at(half);
-            for head in row[..rotated].chunks_exact_mut(shape.head_dim) {
-                let (first, second) = head.split_at_mut(half);
-                for (((a, b), cosine), sine) in first.iter_mut().zip(second).zip(cosines).zip(sines)
-                {
-                    let sine = if inverse { -sine } else { *sine };
-                    let (x, y) = (a.widen(), b.widen());
-                    *a = T::narrow(x * cosine - y * sine);
-                    *b = T::narrow(y * cosine + x * sine);
-                }
+    qkv.par_chunks_exact_mut(shape.packed()).enumerate().for_each(|(t, row)| {
+        let position = (t % shape.sequence) * shape.head_dim;
+        let (cosines, sines) = table[position..position + shape.head_dim].split_at(half);
+        for head in row[..rotated].chunks_exact_mut(shape.head_dim) {
+            let (first, second) = head.split_at_mut(half);
+            for (((a, b), cosine), sine) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
+                let sine = if inverse { -sine } else { *sine };
+                let (x, y) = (a.widen(), b.widen());
+                *a = T::narrow(x * cosine - y * sine);
+                *b = T::narrow(y * cosine + x * sine);
             }
-        });
+        }
+    });
 }

@@ -15,21 +15,18 @@ pub enum Target<'a, T> {
 
 /// `out = silu(gate)·up`. gate_up `[T, 2F]`, out `[T, F]`.
 pub fn forward<T: Element>(gate_up: &[T], out: &mut [T], ffn: usize) {
-    gate_up
-        .par_chunks_exact(2 * ffn)
-        .zip(out.par_chunks_exact_mut(ffn))
-        .for_each(|(gate_up, out)| {
-            with_scratch(2 * ffn, |row| {
-                T::widen_slice(gate_up, row);
-                let (gate, up) = row.split_at_mut(ffn);
-                vectorised(|| {
-                    for (g, u) in gate.iter_mut().zip(up) {
-                        *g = (*g * sigmoid(*g)) * *u;
-                    }
-                });
-                T::narrow_slice(gate, out);
+    gate_up.par_chunks_exact(2 * ffn).zip(out.par_chunks_exact_mut(ffn)).for_each(|(gate_up, out)| {
+        with_scratch(2 * ffn, |row| {
+            T::widen_slice(gate_up, row);
+            let (gate, up) = row.split_at_mut(ffn);
+            vectorised(|| {
+                for (g, u) in gate.iter_mut().zip(up) {
+                    *g = (*g * sigmoid(*g)) * *u;
+                }
             });
+            T::narrow_slice(gate, out);
         });
+    });
 }
 
 /// `gate_up` becomes its gradient; `target` receives the forward's result, with the same bits as
@@ -38,18 +35,15 @@ pub fn backward<T: Element>(target: Target<'_, T>, gate_up: &mut [T], ffn: usize
     let rows = gate_up.par_chunks_exact_mut(2 * ffn);
     match target {
         Target::Nowhere(d_out) => {
-            rows.zip(d_out.par_chunks_exact(ffn))
-                .for_each(|(gate_up, d_out)| {
-                    with_scratch(3 * ffn, |row| {
-                        T::widen_slice(d_out, &mut row[..ffn]);
-                        backward_row(gate_up, row);
-                    });
+            rows.zip(d_out.par_chunks_exact(ffn)).for_each(|(gate_up, d_out)| {
+                with_scratch(3 * ffn, |row| {
+                    T::widen_slice(d_out, &mut row[..ffn]);
+                    backward_row(gate_up, row);
                 });
+            });
         }
         Target::Apart(d_out, out) => {
-            let rows = rows
-                .zip(d_out.par_chunks_exact(ffn))
-                .zip(out.par_chunks_exact_mut(ffn));
+            let rows = rows.zip(d_out.par_chunks_exact(ffn)).zip(out.par_chunks_exact_mut(ffn));
             rows.for_each(|((gate_up, d_out), out)| {
                 with_scratch(3 * ffn, |row| {
                     T::widen_slice(d_out, &mut row[..ffn]);
@@ -59,14 +53,13 @@ pub fn backward<T: Element>(target: Target<'_, T>, gate_up: &mut [T], ffn: usize
             });
         }
         Target::InPlace(both) => {
-            rows.zip(both.par_chunks_exact_mut(ffn))
-                .for_each(|(gate_up, both)| {
-                    with_scratch(3 * ffn, |row| {
-                        T::widen_slice(both, &mut row[..ffn]);
-                        backward_row(gate_up, row);
-                        T::narrow_slice(&row[..ffn], both);
-                    });
+            rows.zip(both.par_chunks_exact_mut(ffn)).for_each(|(gate_up, both)| {
+                with_scratch(3 * ffn, |row| {
+                    T::widen_slice(both, &mut row[..ffn]);
+                    backward_row(gate_up, row);
+                    T::narrow_slice(&row[..ffn], both);
                 });
+            });
         }
     }
 }

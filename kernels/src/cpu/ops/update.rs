@@ -35,13 +35,7 @@ impl Part<'_> {
         let (gradient, gradient_rest) = self.gradient.split_at(at);
         let (first, first_rest) = self.first.split_at(at);
         let (second, second_rest) = self.second.split_at(at);
-        let left = Part {
-            weights,
-            gradient,
-            first,
-            second,
-            ..self
-        };
+        let left = Part { weights, gradient, first, second, ..self };
         let right = Part {
             weights: weights_rest,
             gradient: gradient_rest,
@@ -74,10 +68,7 @@ fn split(update: Update, part: Part<'_>, multiplier: f32) {
     }
     let middle = part.weights.len().div_ceil(BLOCK).div_ceil(2) * BLOCK;
     let (left, right) = part.halves(middle);
-    rayon::join(
-        || split(update, left, multiplier),
-        || split(update, right, multiplier),
-    );
+    rayon::join(|| split(update, left, multiplier), || split(update, right, multiplier));
 }
 
 fn sequential(update: Update, mut part: Part<'_>, multiplier: f32) {
@@ -92,22 +83,8 @@ fn sequential(update: Update, mut part: Part<'_>, multiplier: f32) {
         part.first.read(Which::First, start, m);
         part.second.read(Which::Second, start, v);
         let decayed = part.decayed.saturating_sub(start as u64).min(length as u64) as usize;
-        elements(
-            update,
-            true,
-            &mut p[..decayed],
-            &g[..decayed],
-            &mut m[..decayed],
-            &mut v[..decayed],
-        );
-        elements(
-            update,
-            false,
-            &mut p[decayed..],
-            &g[decayed..],
-            &mut m[decayed..],
-            &mut v[decayed..],
-        );
+        elements(update, true, &mut p[..decayed], &g[..decayed], &mut m[..decayed], &mut v[..decayed]);
+        elements(update, false, &mut p[decayed..], &g[decayed..], &mut m[decayed..], &mut v[decayed..]);
         let element = part.first_element + start as u64;
         part.weights.write(start, p);
         let draw = |i: usize, _: f32| (part.seed, element + i as u64);
@@ -138,13 +115,7 @@ fn elements(update: Update, decays: bool, p: &mut [f32], g: &[f32], m: &mut [f32
 ///
 /// # Panics
 /// If the lengths differ.
-pub fn hessian(
-    gradient: Gradient<'_>,
-    mut hessian: Moment<'_>,
-    beta2: f32,
-    tokens: f32,
-    multiplier: f32,
-) {
+pub fn hessian(gradient: Gradient<'_>, mut hessian: Moment<'_>, beta2: f32, tokens: f32, multiplier: f32) {
     let count = hessian.len();
     assert_eq!(gradient.len(), count, "a Hessian has its gradient's length");
     if count > TASK {
@@ -166,8 +137,6 @@ pub fn hessian(
         for (h, g) in h.iter_mut().zip(g) {
             *h = numeric::hessian(beta2, tokens, *g, *h);
         }
-        hessian.write(Which::Second, start, h, |_, value| {
-            (numeric::hessian_seed(value), 0)
-        });
+        hessian.write(Which::Second, start, h, |_, value| (numeric::hessian_seed(value), 0));
     }
 }

@@ -9,18 +9,8 @@ use half::{bf16, f16};
 /// (batch, shape): grouped heads with an odd length; one head over three tiles; one token; wide heads that
 /// fill a tile exactly.
 fn cases() -> [(usize, Shape); 4] {
-    let shape = |sequence, heads, kv_heads, head_dim| Shape {
-        sequence,
-        heads,
-        kv_heads,
-        head_dim,
-    };
-    [
-        (2, shape(37, 6, 2, 10)),
-        (1, shape(150, 1, 1, 4)),
-        (3, shape(1, 2, 1, 6)),
-        (1, shape(64, 2, 2, 80)),
-    ]
+    let shape = |sequence, heads, kv_heads, head_dim| Shape { sequence, heads, kv_heads, head_dim };
+    [(2, shape(37, 6, 2, 10)), (1, shape(150, 1, 1, 4)), (3, shape(1, 2, 1, 6)), (1, shape(64, 2, 2, 80))]
 }
 
 struct Results<T> {
@@ -31,54 +21,23 @@ struct Results<T> {
 
 fn run<T: Rounded>(qkv: &[T], d_out: &[T], shape: Shape, fused: bool) -> Results<T> {
     let tokens = qkv.len() / shape.packed();
-    let mut results = Results {
-        out: poison(tokens * shape.width()),
-        stats: poison(tokens * shape.heads),
-        d_qkv: poison(qkv.len()),
-    };
+    let mut results =
+        Results { out: poison(tokens * shape.width()), stats: poison(tokens * shape.heads), d_qkv: poison(qkv.len()) };
     let Results { out, stats, d_qkv } = &mut results;
     if fused {
-        attention::forward(
-            qkv,
-            out,
-            stats,
-            &mut poison::<f32>(tokens * shape.heads),
-            shape,
-        );
+        attention::forward(qkv, out, stats, &mut poison::<f32>(tokens * shape.heads), shape);
         attention::backward(qkv, out, stats, d_out, d_qkv, shape);
     } else {
-        plain::forward(
-            qkv,
-            out,
-            stats,
-            &mut poison::<f32>(plain::forward_scratch(&shape)),
-            shape,
-        );
-        plain::backward(
-            qkv,
-            d_out,
-            d_qkv,
-            &mut poison::<f32>(plain::backward_scratch(&shape)),
-            shape,
-        );
+        plain::forward(qkv, out, stats, &mut poison::<f32>(plain::forward_scratch(&shape)), shape);
+        plain::backward(qkv, d_out, d_qkv, &mut poison::<f32>(plain::backward_scratch(&shape)), shape);
     }
     results
 }
 
 fn check<T: Rounded>() {
     for (batch, shape) in cases() {
-        let Shape {
-            sequence,
-            heads,
-            kv_heads,
-            head_dim,
-        } = shape;
-        let truth_shape = truth::Heads {
-            sequence,
-            heads,
-            kv_heads,
-            head_dim,
-        };
+        let Shape { sequence, heads, kv_heads, head_dim } = shape;
+        let truth_shape = truth::Heads { sequence, heads, kv_heads, head_dim };
         let tokens = batch * sequence;
         let qkv = normals::<T>(1, tokens * shape.packed());
         let d_out = normals::<T>(2, tokens * shape.width());
@@ -93,17 +52,8 @@ fn check<T: Rounded>() {
             assert_close(&format!("{name} stats"), &got.stats, &stats, operations);
             // The fused backward takes Σ out·d_out from the rounded output. Its D rounding errors of random
             // sign make an error of √D roundings, which 1/√D then scales: one rounding of the largest.
-            let rounded = if fused {
-                (T::UNIT / f32::UNIT / 4.0) as usize
-            } else {
-                0
-            };
-            assert_close(
-                &format!("{name} d_qkv"),
-                &got.d_qkv,
-                &d_qkv,
-                operations + rounded,
-            );
+            let rounded = if fused { (T::UNIT / f32::UNIT / 4.0) as usize } else { 0 };
+            assert_close(&format!("{name} d_qkv"), &got.d_qkv, &d_qkv, operations + rounded);
         }
     }
 }
@@ -125,27 +75,12 @@ fn both_paths_are_the_truth_in_bf16() {
 
 #[test]
 fn large_scores_do_not_overflow() {
-    let shape = Shape {
-        sequence: 70,
-        heads: 2,
-        kv_heads: 1,
-        head_dim: 8,
-    };
+    let shape = Shape { sequence: 70, heads: 2, kv_heads: 1, head_dim: 8 };
     // Scores in the thousands: without the running maximum every power would be infinite.
-    let qkv: Vec<f32> = normals::<f32>(3, 70 * shape.packed())
-        .iter()
-        .map(|x| 60.0 * x)
-        .collect();
+    let qkv: Vec<f32> = normals::<f32>(3, 70 * shape.packed()).iter().map(|x| 60.0 * x).collect();
     let d_out = normals::<f32>(4, 70 * shape.width());
     for fused in [true, false] {
         let got = run(&qkv, &d_out, shape, fused);
-        assert!(
-            got.out
-                .iter()
-                .chain(&got.stats)
-                .chain(&got.d_qkv)
-                .all(|x| x.is_finite()),
-            "fused {fused}"
-        );
+        assert!(got.out.iter().chain(&got.stats).chain(&got.d_qkv).all(|x| x.is_finite()), "fused {fused}");
     }
 }

@@ -29,15 +29,8 @@ in_all_types!(classify_is_the_truth, check_classify);
 fn check_linear<T: Rounded>() {
     // One row and one column; less than a tile; more than a tile in rows and columns; in depth.
     for (tokens, inputs, outputs) in [(1, 3, 1), (37, 70, 19), (131, 17, 300), (5, 1100, 7)] {
-        let shape = Shape {
-            tokens,
-            inputs,
-            outputs,
-        };
-        let (x, w) = (
-            normals::<T>(1, tokens * inputs),
-            normals::<T>(2, outputs * inputs),
-        );
+        let shape = Shape { tokens, inputs, outputs };
+        let (x, w) = (normals::<T>(1, tokens * inputs), normals::<T>(2, outputs * inputs));
         let (bias, residual) = (normals::<T>(3, outputs), normals::<T>(4, tokens * outputs));
         let product = truth::linear(&wide(&x), &wide(&w), &[], inputs);
         let with_bias = truth::linear(&wide(&x), &wide(&w), &wide(&bias), inputs);
@@ -47,14 +40,7 @@ fn check_linear<T: Rounded>() {
         linear::forward(&x, &w, None, Residual::None, &mut y, shape);
         assert_close("x·wᵀ", &y, &product, inputs);
         let mut y = poison::<T>(tokens * outputs);
-        linear::forward(
-            &x,
-            &w,
-            Some(&bias),
-            Residual::Other(&residual),
-            &mut y,
-            shape,
-        );
+        linear::forward(&x, &w, Some(&bias), Residual::Other(&residual), &mut y, shape);
         assert_close("x·wᵀ + bias + residual", &y, &sum, inputs + 2);
         let mut y = residual.clone();
         linear::forward(&x, &w, Some(&bias), Residual::Target, &mut y, shape);
@@ -76,12 +62,7 @@ fn check_linear<T: Rounded>() {
         let before = normals::<f32>(6, outputs * inputs);
         let mut d_w = before.clone();
         linear::backward_weight(&d_y, &x, &mut d_w, shape, Into::Add);
-        assert_close(
-            "f32 d_w + before",
-            &d_w,
-            &plus(&d_w_truth, &wide(&before)),
-            tokens + 1,
-        );
+        assert_close("f32 d_w + before", &d_w, &plus(&d_w_truth, &wide(&before)), tokens + 1);
     }
 }
 
@@ -94,21 +75,13 @@ fn check_norm<T: Rounded>() {
         assert_close("out", &out, &out_truth, hidden + 4);
         assert_close("rstd", &rstd, &rstd_truth, hidden + 4);
 
-        let (d_out, residual) = (
-            normals::<T>(3, tokens * hidden),
-            normals::<T>(4, tokens * hidden),
-        );
+        let (d_out, residual) = (normals::<T>(3, tokens * hidden), normals::<T>(4, tokens * hidden));
         let (d_x_truth, d_weight_truth) =
             truth::rmsnorm_backward(&wide(&d_out), &wide(&x), &wide(&weight), &rstd_truth);
         let mut d_x = residual.clone();
         norm::rmsnorm_backward_input(&d_out, &x, &weight, &rstd, &mut d_x);
         // Each of three factors and a difference; rstd's error multiplies everything.
-        assert_close(
-            "d_x",
-            &d_x,
-            &plus(&d_x_truth, &wide(&residual)),
-            2 * hidden + 12,
-        );
+        assert_close("d_x", &d_x, &plus(&d_x_truth, &wide(&residual)), 2 * hidden + 12);
         let mut d_weight = poison::<T>(hidden);
         norm::rmsnorm_backward_weight(&d_out, &x, &rstd, &mut d_weight, Into::Replace);
         assert_close("d_weight", &d_weight, &d_weight_truth, tokens + hidden + 4);
@@ -116,12 +89,7 @@ fn check_norm<T: Rounded>() {
         let mut d_weight = before.clone();
         norm::rmsnorm_backward_weight(&d_out, &x, &rstd, &mut d_weight, Into::Add);
         let truth = plus(&d_weight_truth, &wide(&before));
-        assert_close(
-            "f32 d_weight + before",
-            &d_weight,
-            &truth,
-            tokens + hidden + 5,
-        );
+        assert_close("f32 d_weight + before", &d_weight, &truth, tokens + hidden + 5);
     }
 }
 
@@ -136,38 +104,21 @@ fn check_swiglu<T: Rounded>() {
     let d_out = normals::<T>(2, tokens * ffn);
     let gradient_truth = truth::swiglu_backward(&wide(&d_out), &wide(&gate_up), ffn);
     let mut apart = (gate_up.clone(), poison::<T>(tokens * ffn));
-    swiglu::backward(
-        swiglu::Target::Apart(&d_out, &mut apart.1),
-        &mut apart.0,
-        ffn,
-    );
+    swiglu::backward(swiglu::Target::Apart(&d_out, &mut apart.1), &mut apart.0, ffn);
     assert_close("d_gate_up", &apart.0, &gradient_truth, 12);
     assert_eq!(apart.1, out, "the forward's result again, bit for bit");
     let mut in_place = (gate_up.clone(), d_out.clone());
-    swiglu::backward(
-        swiglu::Target::InPlace(&mut in_place.1),
-        &mut in_place.0,
-        ffn,
-    );
+    swiglu::backward(swiglu::Target::InPlace(&mut in_place.1), &mut in_place.0, ffn);
     assert_eq!(in_place, apart);
     let mut nowhere = gate_up.clone();
     swiglu::backward(swiglu::Target::Nowhere(&d_out), &mut nowhere, ffn);
     assert_eq!(nowhere, apart.0);
     // Saturated gates: no NaN from infinities inside.
-    let mut gate_up = vec![
-        T::narrow(-300.0),
-        T::narrow(300.0),
-        T::narrow(2.0),
-        T::narrow(2.0),
-    ];
+    let mut gate_up = vec![T::narrow(-300.0), T::narrow(300.0), T::narrow(2.0), T::narrow(2.0)];
     let mut out = poison::<T>(2);
     swiglu::forward(&gate_up, &mut out, 2);
     assert_eq!(wide(&out), [0.0, 600.0]);
-    swiglu::backward(
-        swiglu::Target::Nowhere(&[T::narrow(1.0); 2]),
-        &mut gate_up,
-        2,
-    );
+    swiglu::backward(swiglu::Target::Nowhere(&[T::narrow(1.0); 2]), &mut gate_up, 2);
     assert_eq!(wide(&gate_up), [0.0, 2.0, 0.0, 300.0]);
 }
 
@@ -176,19 +127,14 @@ pub fn buckets(ids: &[i32]) -> (Vec<i32>, Vec<i32>) {
     let mut order: Vec<i32> = (0..ids.len() as i32).collect();
     order.sort_by_key(|&t| ids[t as usize]);
     let id = |i: usize| ids[order[i] as usize];
-    let mut starts: Vec<i32> = (0..ids.len())
-        .filter(|&i| i == 0 || id(i) != id(i - 1))
-        .map(|i| i as i32)
-        .collect();
+    let mut starts: Vec<i32> = (0..ids.len()).filter(|&i| i == 0 || id(i) != id(i - 1)).map(|i| i as i32).collect();
     starts.push(ids.len() as i32);
     (order, starts)
 }
 
 fn check_embed<T: Rounded>() {
     let (tokens, hidden, vocabulary) = (37, 10, 150);
-    let mut ids: Vec<i32> = (0..tokens)
-        .map(|t| (crate::rng::bits(9, t, 0) % vocabulary as u64) as i32)
-        .collect();
+    let mut ids: Vec<i32> = (0..tokens).map(|t| (crate::rng::bits(9, t, 0) % vocabulary as u64) as i32).collect();
     ids[..8].copy_from_slice(&[0, 149, 63, 64, 63, 149, 0, 0]);
     let table = normals::<T>(1, vocabulary * hidden);
     let mut out = poison::<T>(ids.len() * hidden);
@@ -199,48 +145,17 @@ fn check_embed<T: Rounded>() {
     let truth = truth::embed_backward(&ids, &wide(&d_out), hidden, vocabulary);
     let (order, starts) = buckets(&ids);
     let mut d_table = poison::<T>(vocabulary * hidden);
-    embed::backward(
-        &ids,
-        &order,
-        &starts,
-        &d_out,
-        &mut d_table,
-        hidden,
-        Into::Replace,
-    );
+    embed::backward(&ids, &order, &starts, &d_out, &mut d_table, hidden, Into::Replace);
     assert_close("d_table", &d_table, &truth, 5);
     let before = normals::<f32>(3, vocabulary * hidden);
     let mut d_table = before.clone();
-    embed::backward(
-        &ids,
-        &order,
-        &starts,
-        &d_out,
-        &mut d_table,
-        hidden,
-        Into::Add,
-    );
-    assert_close(
-        "f32 d_table + before",
-        &d_table,
-        &plus(&truth, &wide(&before)),
-        6,
-    );
+    embed::backward(&ids, &order, &starts, &d_out, &mut d_table, hidden, Into::Add);
+    assert_close("f32 d_table + before", &d_table, &plus(&truth, &wide(&before)), 6);
 }
 
 fn check_rope<T: Rounded>() {
-    let shape = attention::Shape {
-        sequence: 37,
-        heads: 6,
-        kv_heads: 2,
-        head_dim: 10,
-    };
-    let heads = truth::Heads {
-        sequence: 37,
-        heads: 6,
-        kv_heads: 2,
-        head_dim: 10,
-    };
+    let shape = attention::Shape { sequence: 37, heads: 6, kv_heads: 2, head_dim: 10 };
+    let heads = truth::Heads { sequence: 37, heads: 6, kv_heads: 2, head_dim: 10 };
     let mut table = vec![0.0f32; 37 * 10];
     for (i, angle) in (0..37 * 5).map(|i| (i, (i / 5) as f32 / 10f32.powf((i % 5) as f32))) {
         table[i / 5 * 10 + i % 5] = angle.cos();
@@ -262,18 +177,13 @@ fn check_rope<T: Rounded>() {
 
 fn check_classify<T: Rounded>() {
     let (tokens, vocabulary) = (37, 97);
-    let logits: Vec<T> = normals::<f32>(1, tokens * vocabulary)
-        .iter()
-        .map(|x| T::narrow(4.0 * x))
-        .collect();
+    let logits: Vec<T> = normals::<f32>(1, tokens * vocabulary).iter().map(|x| T::narrow(4.0 * x)).collect();
     let mut targets: Vec<i32> = (0..tokens as i32).map(|t| t * 5 % 97).collect();
     targets[3] = IGNORED;
     targets[36] = IGNORED;
-    let (losses_truth, gradient_truth) =
-        truth::classify(&wide(&logits), &targets, vocabulary, 0.25);
+    let (losses_truth, gradient_truth) = truth::classify(&wide(&logits), &targets, vocabulary, 0.25);
     for what in [Classify::Loss, Classify::Gradient { scale: 0.25 }] {
-        let (mut got, mut losses, mut kept) =
-            (logits.clone(), poison::<f32>(tokens), targets.clone());
+        let (mut got, mut losses, mut kept) = (logits.clone(), poison::<f32>(tokens), targets.clone());
         classify::classify(&mut got, &mut kept, &mut losses, vocabulary, what);
         assert_close("losses", &losses, &losses_truth, 16);
         assert_eq!(kept, targets);
@@ -290,13 +200,7 @@ fn check_classify<T: Rounded>() {
 fn logits_that_overflow_alone_give_a_finite_loss() {
     let mut logits = [3e38f32, -3e38, 0.0];
     let (mut targets, mut losses) = ([0], [f32::NAN]);
-    classify::classify(
-        &mut logits,
-        &mut targets,
-        &mut losses,
-        3,
-        Classify::Gradient { scale: 1.0 },
-    );
+    classify::classify(&mut logits, &mut targets, &mut losses, 3, Classify::Gradient { scale: 1.0 });
     assert_eq!((losses, logits), ([0.0], [0.0, 0.0, 0.0]));
 }
 
@@ -308,11 +212,7 @@ fn sampled_targets_follow_the_softmax_and_give_its_gradient() {
     let mut targets = vec![1; rows];
     targets[7] = IGNORED;
     let mut losses = poison::<f32>(rows);
-    let what = Classify::Sampled {
-        scale: 0.5,
-        seed: 11,
-        first_token: 100,
-    };
+    let what = Classify::Sampled { scale: 0.5, seed: 11, first_token: 100 };
     classify::classify(&mut logits, &mut targets, &mut losses, vocabulary, what);
     assert_eq!((targets[7], losses[7]), (IGNORED, 0.0));
     let sum: f64 = row.iter().map(|x| (*x as f64).exp()).sum();
@@ -321,21 +221,14 @@ fn sampled_targets_follow_the_softmax_and_give_its_gradient() {
         let count = targets.iter().filter(|&&t| t == v as i32).count() as f64;
         let deviation = (rows as f64 * p * (1.0 - p)).sqrt();
         // Five standard deviations of a binomial count (the draw is seeded: it passes always or never).
-        assert!(
-            (count - rows as f64 * p).abs() <= 5.0 * deviation + 1.0,
-            "{v}: {count} of {rows}, p {p}"
-        );
+        assert!((count - rows as f64 * p).abs() <= 5.0 * deviation + 1.0, "{v}: {count} of {rows}, p {p}");
     }
     // The gradient is that of the drawn targets, and a shifted call draws the same for the same token.
     let wide_row = row.map(|x| x as f64).repeat(rows);
     let (_, gradient) = truth::classify(&wide_row, &targets, vocabulary, 0.5);
     assert_close("gradient", &logits, &gradient, 16);
     let (mut one, mut target, mut loss) = (row.to_vec(), [0], [f32::NAN]);
-    let what = Classify::Sampled {
-        scale: 0.5,
-        seed: 11,
-        first_token: 100 + 4321,
-    };
+    let what = Classify::Sampled { scale: 0.5, seed: 11, first_token: 100 + 4321 };
     classify::classify(&mut one, &mut target, &mut loss, vocabulary, what);
     assert_eq!(target[0], targets[4321]);
 }

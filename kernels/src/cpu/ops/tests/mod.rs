@@ -28,9 +28,7 @@ impl Rounded for bf16 {
 
 /// `count` normal numbers of type `T`.
 fn normals<T: Element>(seed: u64, count: usize) -> Vec<T> {
-    (0..count)
-        .map(|i| T::narrow(crate::rng::normal(seed, i as u64)))
-        .collect()
+    (0..count).map(|i| T::narrow(crate::rng::normal(seed, i as u64))).collect()
 }
 
 /// An output full of NaN: whoever reads it, or leaves a hole, is found out.
@@ -53,10 +51,7 @@ fn assert_close<T: Rounded>(what: &str, got: &[T], truth: &[f64], operations: us
     for (i, (got, truth)) in got.iter().zip(truth).enumerate() {
         let error = (got.widen() as f64 - truth).abs();
         let allowed = T::UNIT * truth.abs() * 1.01 + inner;
-        assert!(
-            error <= allowed,
-            "{what}[{i}]: {got:?} instead of {truth}, {error:e} > {allowed:e}"
-        );
+        assert!(error <= allowed, "{what}[{i}]: {got:?} instead of {truth}, {error:e} > {allowed:e}");
     }
 }
 

@@ -11,10 +11,7 @@ fn exp_is_within_two_units_in_the_last_place() {
         let x = -87.2 + 175.5 * (i as f32 / 100_000.0);
         let truth = (x as f64).exp();
         let error = (exp(x) as f64 - truth).abs() / truth;
-        assert!(
-            error <= 2.0 * f32::EPSILON as f64,
-            "exp({x}) is off by {error:e}"
-        );
+        assert!(error <= 2.0 * f32::EPSILON as f64, "exp({x}) is off by {error:e}");
     }
     assert_eq!(exp(0.0), 1.0);
     assert_eq!(exp(f32::NEG_INFINITY), 0.0);
@@ -25,9 +22,8 @@ fn exp_is_within_two_units_in_the_last_place() {
 
 #[test]
 fn narrowing_rounds_to_nearest_even_in_slices_and_one_by_one() {
-    let values: Vec<f32> = (0..3000)
-        .map(|i| f32::from_bits(0x3000_0000 + (crate::rng::bits(5, i, 0) as u32 & 0x1FFF_F000)))
-        .collect();
+    let values: Vec<f32> =
+        (0..3000).map(|i| f32::from_bits(0x3000_0000 + (crate::rng::bits(5, i, 0) as u32 & 0x1FFF_F000))).collect();
     let (mut half, mut brain) = (poison::<f16>(3000), poison::<bf16>(3000));
     f16::narrow_slice(&values, &mut half);
     bf16::narrow_slice(&values, &mut brain);
@@ -62,19 +58,11 @@ fn sums_have_the_truth_and_find_what_is_not_finite() {
         values[20_000] = bad;
         assert!(!reduce::square_sum(&values).is_finite());
     }
-    assert!(
-        reduce::square_sum(&[f32::MAX; 100]).is_finite(),
-        "squares of large numbers fit into f64"
-    );
+    assert!(reduce::square_sum(&[f32::MAX; 100]).is_finite(), "squares of large numbers fit into f64");
     let d_y: Vec<bf16> = normals(3, 700 * 131);
     let mut d_bias = poison::<f32>(131);
     reduce::bias_backward(&d_y, 700, &mut d_bias, crate::ops::Into::Replace);
-    assert_close(
-        "d_bias",
-        &d_bias,
-        &crate::cpu::truth::bias_backward(&wide(&d_y), 131),
-        256,
-    );
+    assert_close("d_bias", &d_bias, &crate::cpu::truth::bias_backward(&wide(&d_y), 131), 256);
 }
 
 #[test]
@@ -84,32 +72,11 @@ fn the_norm_closes_with_clipping_scale_and_overflow() {
     let clipped = reduce::norm_finish(&[9.0, 16.0], 0.5, 4.0);
     assert_eq!(at(clipped, control::NORM), 1.25);
     assert_eq!(at(clipped, control::FINITE), 1.0);
-    assert_eq!(
-        at(clipped, control::MULTIPLIER),
-        (0.5 / (1.25f32 + 1e-6)) / 4.0
-    );
-    assert_eq!(
-        at(
-            reduce::norm_finish(&[9.0, 16.0], 0.0, 4.0),
-            control::MULTIPLIER
-        ),
-        0.25
-    );
-    assert_eq!(
-        at(
-            reduce::norm_finish(&[9.0, 16.0], 100.0, 4.0),
-            control::MULTIPLIER
-        ),
-        0.25
-    );
+    assert_eq!(at(clipped, control::MULTIPLIER), (0.5 / (1.25f32 + 1e-6)) / 4.0);
+    assert_eq!(at(reduce::norm_finish(&[9.0, 16.0], 0.0, 4.0), control::MULTIPLIER), 0.25);
+    assert_eq!(at(reduce::norm_finish(&[9.0, 16.0], 100.0, 4.0), control::MULTIPLIER), 0.25);
     for bad in [f64::NAN, f64::INFINITY] {
         let skipped = reduce::norm_finish(&[1.0, bad], 1.0, 2.0);
-        assert_eq!(
-            (
-                at(skipped, control::MULTIPLIER),
-                at(skipped, control::FINITE)
-            ),
-            (0.0, 0.0)
-        );
+        assert_eq!((at(skipped, control::MULTIPLIER), at(skipped, control::FINITE)), (0.0, 0.0));
     }
 }
