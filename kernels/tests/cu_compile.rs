@@ -16,23 +16,14 @@ use std::path::{Path, PathBuf};
 const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
 
 fn folders() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = std::env::var_os("CASTOR_NVRTC_DIR")
-        .map(PathBuf::from)
-        .into_iter()
-        .collect();
-    let mut roots: Vec<PathBuf> = std::env::var_os("VIRTUAL_ENV")
-        .map(PathBuf::from)
-        .into_iter()
-        .collect();
+    let mut folders: Vec<PathBuf> = std::env::var_os("CASTOR_NVRTC_DIR").map(PathBuf::from).into_iter().collect();
+    let mut roots: Vec<PathBuf> = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from).into_iter().collect();
     roots.extend(["/usr/local", "/usr"].map(PathBuf::from));
     for root in roots {
         let Ok(entries) = std::fs::read_dir(root.join("lib")) else {
             continue;
         };
-        for python in entries
-            .flatten()
-            .filter(|entry| entry.file_name().to_string_lossy().starts_with("python3"))
-        {
+        for python in entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with("python3")) {
             for packages in ["site-packages", "dist-packages"] {
                 folders.push(python.path().join(packages).join("nvidia/cu13/lib"));
             }
@@ -44,9 +35,7 @@ fn folders() -> Vec<PathBuf> {
 
 /// Opens NVRTC for the whole process, its builtins first: it looks for them by short name when it compiles.
 fn open_nvrtc() -> Option<PathBuf> {
-    let folder = folders()
-        .into_iter()
-        .find(|folder| folder.join("libnvrtc.so.13").exists())?;
+    let folder = folders().into_iter().find(|folder| folder.join("libnvrtc.so.13").exists())?;
     let entries = std::fs::read_dir(&folder).ok()?;
     let mut names: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     names.retain(|path| {
@@ -69,9 +58,7 @@ fn spills(log: &str) -> Vec<(String, String)> {
     for line in log.lines() {
         if let Some(rest) = line.split("Compiling entry function '").nth(1) {
             kernel = rest.split('\'').next().unwrap_or_default().to_owned();
-        } else if line.contains("bytes spill stores")
-            && !line.contains(" 0 bytes spill stores, 0 bytes spill loads")
-        {
+        } else if line.contains("bytes spill stores") && !line.contains(" 0 bytes spill stores, 0 bytes spill loads") {
             spills.push((kernel.clone(), line.trim().to_owned()));
         }
     }
@@ -110,16 +97,8 @@ fn every_kernel_compiles_for_every_architecture_without_unseen_spills() {
             match compile(program, architecture, &["--ptxas-options=-v"]) {
                 Err(error) => wrong.push(format!("{architecture} {program:?}: {error}")),
                 Ok(compiled) => {
-                    assert!(
-                        compiled.log.contains("Compiling entry function"),
-                        "no report: {}",
-                        compiled.log
-                    );
-                    assert!(
-                        !compiled.log.contains("warning"),
-                        "{architecture} {program:?}: {}",
-                        compiled.log
-                    );
+                    assert!(compiled.log.contains("Compiling entry function"), "no report: {}", compiled.log);
+                    assert!(!compiled.log.contains("warning"), "{architecture} {program:?}: {}", compiled.log);
                     let (text, options) = (program.text(), program.options());
                     for (kernel, line) in spills(&compiled.log) {
                         let allowed =

@@ -46,12 +46,7 @@ pub(super) fn aligned(all: &[Ptr]) -> bool {
 }
 
 /// The kernel for a target that is f32 or the compute type.
-fn by_target(
-    target: Ptr,
-    real: DType,
-    same: &'static str,
-    f32: &'static str,
-) -> Result<&'static str> {
+fn by_target(target: Ptr, real: DType, same: &'static str, f32: &'static str) -> Result<&'static str> {
     if target.dtype == real {
         Ok(same)
     } else if target.dtype == DType::F32 {
@@ -72,19 +67,11 @@ impl Launcher {
     /// If the device is too old or refuses.
     pub(crate) fn new(context: &Arc<CudaContext>) -> Result<Launcher> {
         let modules = Modules::new(context)?;
-        context
-            .bind_to_thread()
-            .map_err(|error| super::modules::refusal("cuCtxSetCurrent", error.0))?;
+        context.bind_to_thread().map_err(|error| super::modules::refusal("cuCtxSetCurrent", error.0))?;
         let mut partials = 0;
         // SAFETY: the context is current; one address is written.
-        check("cuMemAlloc", unsafe {
-            sys::cuMemAlloc_v2(&mut partials, SQUARE_BLOCKS as usize * 8)
-        })?;
-        Ok(Launcher {
-            modules,
-            context: context.clone(),
-            partials,
-        })
+        check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut partials, SQUARE_BLOCKS as usize * 8) })?;
+        Ok(Launcher { modules, context: context.clone(), partials })
     }
 
     pub(crate) fn zero(&self, stream: CUstream, target: Ptr) -> Result<()> {
@@ -116,11 +103,7 @@ impl Launcher {
             });
         }
         let program = Program::Cast(real(source.dtype)?, real(target.dtype)?);
-        let eights = if aligned(&[source, target]) {
-            count / 8
-        } else {
-            0
-        };
+        let eights = if aligned(&[source, target]) { count / 8 } else { 0 };
         let blocks = count.div_ceil(256 * 16).min(self.modules.processors * 8);
         // SAFETY: cast(source, target, eights, count).
         unsafe {
@@ -183,12 +166,7 @@ impl Launcher {
                 self.zero(stream, d_table)?;
                 by_target(d_table, dtype, "embed_backward_real", "embed_backward_f32")?
             }
-            Into::Add => by_target(
-                d_table,
-                dtype,
-                "embed_backward_real_add",
-                "embed_backward_f32_add",
-            )?,
+            Into::Add => by_target(d_table, dtype, "embed_backward_real_add", "embed_backward_f32_add")?,
         };
         let wide = u32::from(aligned(&[d_out, d_table]) && hidden.is_multiple_of(8));
         // SAFETY: embed_backward_*(ids, order, starts, d_out, d_table, hidden, vocabulary, wide).
@@ -237,14 +215,7 @@ impl Launcher {
                 program,
                 kernel,
                 Extent::row(tokens, threads),
-                arguments![
-                    x.address,
-                    weight.address,
-                    out.address,
-                    rstd.address,
-                    hidden,
-                    eps
-                ],
+                arguments![x.address, weight.address, out.address, rstd.address, hidden, eps],
             )
         }
     }
@@ -266,13 +237,12 @@ impl Launcher {
         let dtype = real(x.dtype)?;
         let half = dtype != DType::F32;
         // Blocks a multiprocessor: as many as the registers let in at once (see rmsnorm.cu).
-        let (kernel, threads, together) =
-            match held(hidden, aligned(&[d_out, x, weight, d_x, scratch])) {
-                Some((1, threads)) => ("rmsnorm_backward_1", threads, 4),
-                Some((2, threads)) => ("rmsnorm_backward_2", threads, if half { 3 } else { 2 }),
-                Some((_, threads)) => ("rmsnorm_backward_4", threads, if half { 2 } else { 1 }),
-                None => ("rmsnorm_backward_any", 256, PARTIALS_PER_PROCESSOR),
-            };
+        let (kernel, threads, together) = match held(hidden, aligned(&[d_out, x, weight, d_x, scratch])) {
+            Some((1, threads)) => ("rmsnorm_backward_1", threads, 4),
+            Some((2, threads)) => ("rmsnorm_backward_2", threads, if half { 3 } else { 2 }),
+            Some((_, threads)) => ("rmsnorm_backward_4", threads, if half { 2 } else { 1 }),
+            None => ("rmsnorm_backward_any", 256, PARTIALS_PER_PROCESSOR),
+        };
         let blocks = tokens.min(self.modules.processors * together);
         // SAFETY: rmsnorm_backward_*(d_out, x, weight, rstd, d_x, partials, tokens, hidden).
         unsafe {
@@ -302,14 +272,7 @@ impl Launcher {
     }
 
     /// `y[T,O] += bias[O]`
-    pub(crate) fn bias_add(
-        &self,
-        stream: CUstream,
-        y: Ptr,
-        bias: Ptr,
-        tokens: u64,
-        outputs: u64,
-    ) -> Result<()> {
+    pub(crate) fn bias_add(&self, stream: CUstream, y: Ptr, bias: Ptr, tokens: u64, outputs: u64) -> Result<()> {
         let program = Program::Columns(real(y.dtype)?);
         let wide = u32::from(aligned(&[y, bias]) && outputs.is_multiple_of(8));
         let slices = outputs.div_ceil(128 * 8);
@@ -371,34 +334,17 @@ impl Launcher {
                 Program::Columns(dtype),
                 kernel,
                 Extent::row(columns.div_ceil(32), 1024),
-                arguments![
-                    partials.address,
-                    target.address,
-                    rows,
-                    columns,
-                    u32::from(into == Into::Add)
-                ],
+                arguments![partials.address, target.address, rows, columns, u32::from(into == Into::Add)],
             )
         }
     }
 
-    pub(crate) fn rope(
-        &self,
-        stream: CUstream,
-        qkv: Ptr,
-        table: Ptr,
-        shape: Attention,
-        inverse: bool,
-    ) -> Result<()> {
+    pub(crate) fn rope(&self, stream: CUstream, qkv: Ptr, table: Ptr, shape: Attention, inverse: bool) -> Result<()> {
         let program = Program::Rope(real(qkv.dtype)?);
         let head_dim = shape.head_dim;
         let lanes = head_dim / 16;
         let wide = aligned(&[qkv, table]) && head_dim.is_multiple_of(16) && lanes <= 256;
-        let (kernel, threads) = if wide {
-            ("rope_wide", 256 / lanes * lanes)
-        } else {
-            ("rope_any", 256)
-        };
+        let (kernel, threads) = if wide { ("rope_wide", 256 / lanes * lanes) } else { ("rope_any", 256) };
         let direction: f32 = if inverse { -1.0 } else { 1.0 };
         let heads = (shape.heads + shape.kv_heads) as u32;
         // SAFETY: rope_*(qkv, table, sequence, heads, head_dim, packed, direction).
@@ -421,14 +367,7 @@ impl Launcher {
         }
     }
 
-    pub(crate) fn swiglu(
-        &self,
-        stream: CUstream,
-        gate_up: Ptr,
-        out: Ptr,
-        tokens: u64,
-        ffn: u64,
-    ) -> Result<()> {
+    pub(crate) fn swiglu(&self, stream: CUstream, gate_up: Ptr, out: Ptr, tokens: u64, ffn: u64) -> Result<()> {
         let program = Program::Swiglu(real(out.dtype)?);
         let wide = aligned(&[gate_up, out]) && ffn.is_multiple_of(8);
         let kernel = if wide { "swiglu_wide" } else { "swiglu_any" };
@@ -454,14 +393,8 @@ impl Launcher {
         ffn: u64,
     ) -> Result<()> {
         let program = Program::Swiglu(real(gate_up.dtype)?);
-        let wide = aligned(&[d_out, gate_up])
-            && out.is_none_or(|out| aligned(&[out]))
-            && ffn.is_multiple_of(8);
-        let kernel = if wide {
-            "swiglu_backward_wide"
-        } else {
-            "swiglu_backward_any"
-        };
+        let wide = aligned(&[d_out, gate_up]) && out.is_none_or(|out| aligned(&[out])) && ffn.is_multiple_of(8);
+        let kernel = if wide { "swiglu_backward_wide" } else { "swiglu_backward_any" };
         let out = out.map_or(0, |out| out.address);
         // SAFETY: swiglu_backward_*(d_out, gate_up, out or null, ffn).
         unsafe {
@@ -491,11 +424,7 @@ impl Launcher {
         let (gradients, scale) = match what {
             Classify::Loss => (0u32, 0.0f32),
             Classify::Gradient { scale } => (1, scale),
-            Classify::Sampled {
-                scale,
-                seed,
-                first_token,
-            } => {
+            Classify::Sampled { scale, seed, first_token } => {
                 // SAFETY: classify_draw(logits, targets, vocabulary, seed, first_token).
                 unsafe {
                     self.modules.launch(
@@ -503,13 +432,7 @@ impl Launcher {
                         program,
                         "classify_draw",
                         Extent::row(tokens, 512),
-                        arguments![
-                            logits.address,
-                            targets.address,
-                            vocabulary,
-                            seed,
-                            first_token
-                        ],
+                        arguments![logits.address, targets.address, vocabulary, seed, first_token],
                     )?;
                 }
                 (1, scale)
@@ -531,14 +454,7 @@ impl Launcher {
                 program,
                 kernel,
                 Extent::row(tokens * blocks, threads),
-                arguments![
-                    logits.address,
-                    targets.address,
-                    losses.address,
-                    vocabulary,
-                    gradients,
-                    scale
-                ],
+                arguments![logits.address, targets.address, losses.address, vocabulary, gradients, scale],
             )
         }
     }
@@ -551,12 +467,7 @@ impl Launcher {
                 Program::Reduce(DType::F32),
                 "sum",
                 Extent::row(1, 1024),
-                arguments![
-                    values.address,
-                    total.address,
-                    values.elements,
-                    u32::from(into == Into::Add)
-                ],
+                arguments![values.address, total.address, values.elements, u32::from(into == Into::Add)],
             )
         }
     }
@@ -564,10 +475,7 @@ impl Launcher {
     pub(crate) fn square_sum(&self, stream: CUstream, x: Ptr, slot: Ptr) -> Result<()> {
         let program = Program::Reduce(real(x.dtype)?);
         let eights = if aligned(&[x]) { x.elements / 8 } else { 0 };
-        let blocks = x
-            .elements
-            .div_ceil(512 * 32)
-            .clamp(1, (self.modules.processors * 4).min(SQUARE_BLOCKS));
+        let blocks = x.elements.div_ceil(512 * 32).clamp(1, (self.modules.processors * 4).min(SQUARE_BLOCKS));
         // SAFETY: square_partials(x, partials, eights, count); square_total(partials, slot, count). The
         // scratch has a slot for each block.
         unsafe {
@@ -603,13 +511,7 @@ impl Launcher {
                 Program::Finish,
                 "norm_finish",
                 Extent::row(1, 32),
-                arguments![
-                    slots.address,
-                    slots.elements,
-                    max_norm,
-                    loss_scale,
-                    control.address
-                ],
+                arguments![slots.address, slots.elements, max_norm, loss_scale, control.address],
             )
         }
     }
@@ -654,10 +556,7 @@ mod tests {
     fn a_block_holds_its_whole_row() {
         for hidden in (8..=8192).step_by(8) {
             let (held, threads) = held(hidden, true).unwrap();
-            assert!(
-                held * u64::from(threads) * 8 >= hidden && threads <= 256 && threads % 32 == 0,
-                "{hidden}"
-            );
+            assert!(held * u64::from(threads) * 8 >= hidden && threads <= 256 && threads % 32 == 0, "{hidden}");
         }
         assert_eq!(held(4096, true), Some((2, 256)));
         assert_eq!(held(4096, false), None);
@@ -669,10 +568,7 @@ mod tests {
     fn swiglu_blocks_are_whole_warps() {
         for ffn in [1, 8, 344, 2816, 11008, 14336, 28672] {
             let threads = swiglu_threads(ffn);
-            assert!(
-                (32..=256).contains(&threads) && threads % 32 == 0,
-                "{ffn}: {threads}"
-            );
+            assert!((32..=256).contains(&threads) && threads % 32 == 0, "{ffn}: {threads}");
         }
     }
 }

@@ -112,12 +112,7 @@ impl Launcher {
             threads: 128,
             shared: program.shared_bytes(kernel, shape.head_dim as u32),
         };
-        let values = Operands {
-            all: &[qkv, out],
-            shape,
-            dtype,
-        }
-        .packed();
+        let values = Operands { all: &[qkv, out], shape, dtype }.packed();
         // SAFETY: attention_forward(qkv, out, stats, shape).
         unsafe {
             self.modules.launch(
@@ -151,12 +146,7 @@ impl Launcher {
             Program::Attention(..) => (64, 1),
             _ => (16, 1),
         };
-        let values = Operands {
-            all: &[qkv, d_out, d_qkv],
-            shape,
-            dtype,
-        }
-        .packed();
+        let values = Operands { all: &[qkv, d_out, d_qkv], shape, dtype }.packed();
         let all_rows = shape.tokens() * shape.heads;
         let extent = |kernel, heads| Extent {
             grid: (shape.sequence.div_ceil(rows), heads, shape.batch),
@@ -171,31 +161,17 @@ impl Launcher {
                 program,
                 "attention_delta",
                 Extent::row(all_rows.div_ceil(4), 128),
-                arguments![
-                    out.address,
-                    d_out.address,
-                    scratch.address,
-                    values,
-                    all_rows
-                ],
+                arguments![out.address, d_out.address, scratch.address, values, all_rows],
             )?;
-            for (kernel, heads) in [
-                ("attention_backward_kv", shape.kv_heads * slices),
-                ("attention_backward_q", shape.heads),
-            ] {
+            for (kernel, heads) in
+                [("attention_backward_kv", shape.kv_heads * slices), ("attention_backward_q", shape.heads)]
+            {
                 self.modules.launch(
                     stream,
                     program,
                     kernel,
                     extent(kernel, heads),
-                    arguments![
-                        qkv.address,
-                        d_out.address,
-                        stats.address,
-                        scratch.address,
-                        d_qkv.address,
-                        values
-                    ],
+                    arguments![qkv.address, d_out.address, stats.address, scratch.address, d_qkv.address, values],
                 )?;
             }
         }
@@ -219,44 +195,18 @@ impl Launcher {
                 instead: format!("heads of at most {LARGEST_HEAD}, or plain attention"),
             });
         }
-        let head = if shape.head_dim <= 64 {
-            64
-        } else {
-            shape.head_dim.next_power_of_two() as u32
-        };
+        let head = if shape.head_dim <= 64 { 64 } else { shape.head_dim.next_power_of_two() as u32 };
         let fast = Program::Attention(dtype, head);
         let fits = fast.shared_bytes("attention_backward_kv", 0) <= self.modules.shared_limit;
-        Ok(if dtype != DType::F32 && fits {
-            fast
-        } else {
-            Program::AttentionAny(dtype)
-        })
+        Ok(if dtype != DType::F32 && fits { fast } else { Program::AttentionAny(dtype) })
     }
 
     /// One product of the plain path, over all of a sequence's heads.
-    fn product(
-        &self,
-        stream: CUstream,
-        dtype: DType,
-        addresses: [u64; 3],
-        heads: u64,
-        p: Product,
-    ) -> Result<()> {
+    fn product(&self, stream: CUstream, dtype: DType, addresses: [u64; 3], heads: u64, p: Product) -> Result<()> {
         let [left, right, target] = addresses;
-        let kernel = if p.causal == TARGET_LOWER {
-            "product_scores"
-        } else {
-            "product_values"
-        };
-        let extent = Extent {
-            grid: (
-                u64::from(p.n).div_ceil(64),
-                u64::from(p.m).div_ceil(64),
-                heads,
-            ),
-            threads: 256,
-            shared: 0,
-        };
+        let kernel = if p.causal == TARGET_LOWER { "product_scores" } else { "product_values" };
+        let extent =
+            Extent { grid: (u64::from(p.n).div_ceil(64), u64::from(p.m).div_ceil(64), heads), threads: 256, shared: 0 };
         // SAFETY: product_*(left, right, target, product).
         unsafe {
             self.modules.launch(
@@ -269,26 +219,12 @@ impl Launcher {
         }
     }
 
-    fn plain(
-        &self,
-        stream: CUstream,
-        qkv: Ptr,
-        out: Ptr,
-        stats: Ptr,
-        scratch: Ptr,
-        shape: Attention,
-    ) -> Result<()> {
+    fn plain(&self, stream: CUstream, qkv: Ptr, out: Ptr, stats: Ptr, scratch: Ptr, shape: Attention) -> Result<()> {
         let p = Plain::new(qkv.dtype, shape);
         for sequence in 0..shape.batch {
             let [q, k, v] = p.heads_of(qkv.address, sequence);
             let stats = stats.address + sequence * shape.heads * shape.sequence * 4;
-            self.product(
-                stream,
-                qkv.dtype,
-                [q, k, scratch.address],
-                shape.heads,
-                p.scores(),
-            )?;
+            self.product(stream, qkv.dtype, [q, k, scratch.address], shape.heads, p.scores())?;
             // SAFETY: softmax(scores, stats, sequence).
             unsafe {
                 self.modules.launch(
@@ -300,13 +236,7 @@ impl Launcher {
                 )?;
             }
             let target = out.address + sequence * shape.sequence * p.out_row * p.size;
-            self.product(
-                stream,
-                qkv.dtype,
-                [scratch.address, v, target],
-                shape.heads,
-                p.values(p.out_row),
-            )?;
+            self.product(stream, qkv.dtype, [scratch.address, v, target], shape.heads, p.values(p.out_row))?;
         }
         Ok(())
     }
@@ -331,20 +261,8 @@ impl Launcher {
             let stats = stats.address + sequence * shape.heads * shape.sequence * 4;
             let rows = sequence * shape.sequence * p.out_row * p.size;
             let (out, d_out) = (out.address + rows, d_out.address + rows);
-            self.product(
-                stream,
-                qkv.dtype,
-                [q, k, probabilities],
-                shape.heads,
-                p.scores(),
-            )?;
-            self.product(
-                stream,
-                qkv.dtype,
-                [d_out, v, gradients],
-                shape.heads,
-                p.score_gradients(),
-            )?;
+            self.product(stream, qkv.dtype, [q, k, probabilities], shape.heads, p.scores())?;
+            self.product(stream, qkv.dtype, [d_out, v, gradients], shape.heads, p.score_gradients())?;
             // SAFETY: softmax_backward(scores, gradients, stats, out, d_out, sequence, heads, head_dim).
             unsafe {
                 self.modules.launch(
@@ -364,28 +282,11 @@ impl Launcher {
                     ],
                 )?;
             }
-            let value = p.transposed(
-                Matrix {
-                    head: shape.head_dim,
-                    row: p.out_row,
-                    column: 1,
-                },
-                1.0,
-            );
-            self.product(
-                stream,
-                qkv.dtype,
-                [probabilities, d_out, d_v],
-                shape.kv_heads,
-                value,
-            )?;
+            let value = p.transposed(Matrix { head: shape.head_dim, row: p.out_row, column: 1 }, 1.0);
+            self.product(stream, qkv.dtype, [probabilities, d_out, d_v], shape.kv_heads, value)?;
             let key = p.transposed(p.packed, p.scale);
             self.product(stream, qkv.dtype, [gradients, q, d_k], shape.kv_heads, key)?;
-            let query = Product {
-                factor: p.scale,
-                target: p.packed,
-                ..p.values(0)
-            };
+            let query = Product { factor: p.scale, target: p.packed, ..p.values(0) };
             self.product(stream, qkv.dtype, [gradients, k, d_q], shape.heads, query)?;
         }
         Ok(())
@@ -414,11 +315,7 @@ impl Plain {
             square: shape.sequence * shape.sequence,
             out_row: shape.heads * shape.head_dim,
             scale: 1.0 / (shape.head_dim as f32).sqrt(),
-            packed: Matrix {
-                head: shape.head_dim,
-                row: shape.packed(),
-                column: 1,
-            },
+            packed: Matrix { head: shape.head_dim, row: shape.packed(), column: 1 },
         }
     }
 
@@ -426,27 +323,15 @@ impl Plain {
     fn heads_of(&self, packed: u64, sequence: u64) -> [u64; 3] {
         let base = packed + sequence * self.shape.sequence * self.shape.packed() * self.size;
         let head = self.shape.head_dim * self.size;
-        [
-            base,
-            base + self.shape.heads * head,
-            base + (self.shape.heads + self.shape.kv_heads) * head,
-        ]
+        [base, base + self.shape.heads * head, base + (self.shape.heads + self.shape.kv_heads) * head]
     }
 
     fn transposed_heads(&self) -> Matrix {
-        Matrix {
-            row: 1,
-            column: self.packed.row,
-            ..self.packed
-        }
+        Matrix { row: 1, column: self.packed.row, ..self.packed }
     }
 
     fn squares(&self) -> Matrix {
-        Matrix {
-            head: self.square,
-            row: self.shape.sequence,
-            column: 1,
-        }
+        Matrix { head: self.square, row: self.shape.sequence, column: 1 }
     }
 
     fn share(&self) -> u32 {
@@ -472,16 +357,8 @@ impl Plain {
 
     /// `[H,S,S] = d_out · vᵀ`
     fn score_gradients(&self) -> Product {
-        let left = Matrix {
-            head: self.shape.head_dim,
-            row: self.out_row,
-            column: 1,
-        };
-        Product {
-            left,
-            factor: 1.0,
-            ..self.scores()
-        }
+        let left = Matrix { head: self.shape.head_dim, row: self.out_row, column: 1 };
+        Product { left, factor: 1.0, ..self.scores() }
     }
 
     /// `[H,S,D] = [H,S,S] · packed heads`, rows of the target `row` apart.
@@ -489,11 +366,7 @@ impl Plain {
         Product {
             left: self.squares(),
             right: self.packed,
-            target: Matrix {
-                head: self.shape.head_dim,
-                row,
-                column: 1,
-            },
+            target: Matrix { head: self.shape.head_dim, row, column: 1 },
             m: self.shape.sequence as u32,
             n: self.shape.head_dim as u32,
             k: self.shape.sequence as u32,
@@ -508,11 +381,7 @@ impl Plain {
     /// `[K,S,D] = factor · Σ_group [H,S,S]ᵀ · heads of right`
     fn transposed(&self, right: Matrix, factor: f32) -> Product {
         Product {
-            left: Matrix {
-                head: self.square,
-                row: 1,
-                column: self.shape.sequence,
-            },
+            left: Matrix { head: self.square, row: 1, column: self.shape.sequence },
             right,
             target: self.packed,
             right_share: 1,

@@ -28,20 +28,13 @@ unsafe impl Argument for Rule {}
 const BLOCK: u64 = 256 * 8;
 
 fn unsupported(what: String, instead: &str) -> Error {
-    Error::Unsupported {
-        what,
-        backend: "cuda",
-        instead: instead.into(),
-    }
+    Error::Unsupported { what, backend: "cuda", instead: instead.into() }
 }
 
 fn moment(dtype: DType) -> Result<DType> {
     match dtype {
         DType::F32 | DType::Bf16 | DType::Q8 => Ok(dtype),
-        other => Err(unsupported(
-            format!("a moment in {other:?}"),
-            "f32, bf16 or 8-bit blockwise",
-        )),
+        other => Err(unsupported(format!("a moment in {other:?}"), "f32, bf16 or 8-bit blockwise")),
     }
 }
 
@@ -101,13 +94,8 @@ impl Launcher {
                 },
             ),
         };
-        let program = Program::Update(
-            storage,
-            real(gradient.dtype)?,
-            moment(first.dtype)?,
-            moment(second.dtype)?,
-            formula,
-        );
+        let program =
+            Program::Update(storage, real(gradient.dtype)?, moment(first.dtype)?, moment(second.dtype)?, formula);
         let total = parameter.elements;
         // Without a master its address is never used; the parameter's stands for it.
         let master = master.unwrap_or(parameter);

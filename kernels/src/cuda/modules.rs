@@ -5,9 +5,7 @@
 use super::nvrtc::Cache;
 use super::programs::Program;
 use crate::{Error, Result};
-use cudarc::driver::sys::{
-    self, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream,
-};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult, CUstream};
 use cudarc::driver::{CudaContext, DriverError};
 use parking_lot::Mutex;
 use std::ffi::{CString, c_void};
@@ -47,20 +45,12 @@ pub(crate) struct Extent {
 impl Extent {
     /// `blocks` blocks in a row.
     pub(crate) const fn row(blocks: u64, threads: u32) -> Extent {
-        Extent {
-            grid: (blocks, 1, 1),
-            threads,
-            shared: 0,
-        }
+        Extent { grid: (blocks, 1, 1), threads, shared: 0 }
     }
 
     /// Blocks in a rectangle.
     pub(crate) const fn area(x: u64, y: u64, threads: u32) -> Extent {
-        Extent {
-            grid: (x, y, 1),
-            threads,
-            shared: 0,
-        }
+        Extent { grid: (x, y, 1), threads, shared: 0 }
     }
 }
 
@@ -88,16 +78,11 @@ pub(crate) struct Modules {
 
 impl Modules {
     pub(crate) fn new(context: &Arc<CudaContext>) -> Result<Modules> {
-        let attribute = |name| {
-            context
-                .attribute(name)
-                .map_err(|error| refusal("cuDeviceGetAttribute", error.0))
-        };
+        let attribute = |name| context.attribute(name).map_err(|error| refusal("cuDeviceGetAttribute", error.0));
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let shared =
-            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let shared = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         if major < 8 {
             return Err(Error::Unsupported {
                 what: format!("compute capability {major}.{minor}"),
@@ -108,10 +93,7 @@ impl Modules {
         Ok(Modules {
             context: context.clone(),
             cache: Cache::of_user(),
-            architecture: format!(
-                "sm_{major}{minor}{}",
-                if (major, minor) == (9, 0) { "a" } else { "" }
-            ),
+            architecture: format!("sm_{major}{minor}{}", if (major, minor) == (9, 0) { "a" } else { "" }),
             capability: (major, minor),
             processors: u64::try_from(processors).unwrap_or(1),
             shared_limit: u32::try_from(shared).unwrap_or(0),
@@ -183,9 +165,7 @@ impl Modules {
         let name = CString::new(kernel).expect("kernel names have no NUL");
         let mut function = std::ptr::null_mut();
         // SAFETY: the module is loaded; one handle is written.
-        check("cuModuleGetFunction", unsafe {
-            sys::cuModuleGetFunction(&mut function, one.module, name.as_ptr())
-        })?;
+        check("cuModuleGetFunction", unsafe { sys::cuModuleGetFunction(&mut function, one.module, name.as_ptr()) })?;
         if program.large_kernels().contains(&kernel) {
             let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function belongs to the module; the device gives a block this much.
@@ -198,20 +178,12 @@ impl Modules {
     }
 
     fn load(&self, program: Program) -> Result<Loaded> {
-        self.context
-            .bind_to_thread()
-            .map_err(|error| refusal("cuCtxSetCurrent", error.0))?;
+        self.context.bind_to_thread().map_err(|error| refusal("cuCtxSetCurrent", error.0))?;
         let cubin = self.cache.cubin(program, &self.architecture)?;
         let mut module = std::ptr::null_mut();
         // SAFETY: the image is a whole cubin (NVRTC made it; the cache checked its hash).
-        check("cuModuleLoadData", unsafe {
-            sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast())
-        })?;
-        Ok(Loaded {
-            program,
-            module,
-            kernels: Vec::new(),
-        })
+        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()) })?;
+        Ok(Loaded { program, module, kernels: Vec::new() })
     }
 }
 
@@ -230,25 +202,12 @@ impl Drop for Modules {
 /// A driver's refusal in words.
 pub(crate) fn refusal(call: &str, code: CUresult) -> Error {
     let error = DriverError(code);
-    let name = error.error_name().map_or_else(
-        |_| format!("{code:?}"),
-        |name| name.to_string_lossy().into_owned(),
-    );
-    let text = error.error_string().map_or_else(
-        |_| String::new(),
-        |text| format!(", {}", text.to_string_lossy()),
-    );
-    Error::Device {
-        call: call.to_owned(),
-        reason: format!("{name}{text}"),
-    }
+    let name = error.error_name().map_or_else(|_| format!("{code:?}"), |name| name.to_string_lossy().into_owned());
+    let text = error.error_string().map_or_else(|_| String::new(), |text| format!(", {}", text.to_string_lossy()));
+    Error::Device { call: call.to_owned(), reason: format!("{name}{text}") }
 }
 
 /// A driver's answer as a result that names the call.
 pub(crate) fn check(call: &str, code: CUresult) -> Result<()> {
-    if code == CUresult::CUDA_SUCCESS {
-        Ok(())
-    } else {
-        Err(refusal(call, code))
-    }
+    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(refusal(call, code)) }
 }

@@ -35,10 +35,8 @@ pub struct Compiled {
 pub fn compile(program: Program, architecture: &str, options: &[&str]) -> Result<Compiled> {
     let text = CString::new(program.text()).expect("sources have no NUL");
     let name = CString::new(program.file()).expect("names have no NUL");
-    let handle = Handle(
-        result::create_program(&text, Some(&name))
-            .map_err(|e| refusal("nvrtcCreateProgram", e.0, ""))?,
-    );
+    let handle =
+        Handle(result::create_program(&text, Some(&name)).map_err(|e| refusal("nvrtcCreateProgram", e.0, ""))?);
     let mut all = program.options();
     all.push(format!("--gpu-architecture={architecture}"));
     all.extend(options.iter().map(|&option| option.to_owned()));
@@ -50,13 +48,11 @@ pub fn compile(program: Program, architecture: &str, options: &[&str]) -> Result
     let mut bytes = 0;
     // SAFETY: the program is alive and compiled; one size is written.
     let code = unsafe { sys::nvrtcGetCUBINSize(handle.0, &mut bytes) };
-    code.result()
-        .map_err(|e| refusal("nvrtcGetCUBINSize", e.0, ""))?;
+    code.result().map_err(|e| refusal("nvrtcGetCUBINSize", e.0, ""))?;
     let mut cubin = vec![0u8; bytes];
     // SAFETY: `cubin` has the size that NVRTC asked for.
     let code = unsafe { sys::nvrtcGetCUBIN(handle.0, cubin.as_mut_ptr().cast()) };
-    code.result()
-        .map_err(|e| refusal("nvrtcGetCUBIN", e.0, ""))?;
+    code.result().map_err(|e| refusal("nvrtcGetCUBIN", e.0, ""))?;
     Ok(Compiled { cubin, log })
 }
 
@@ -67,9 +63,7 @@ pub fn compile(program: Program, architecture: &str, options: &[&str]) -> Result
 pub fn version() -> Result<(i32, i32)> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: two ints are written.
-    unsafe { sys::nvrtcVersion(&mut major, &mut minor) }
-        .result()
-        .map_err(|e| refusal("nvrtcVersion", e.0, ""))?;
+    unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(|e| refusal("nvrtcVersion", e.0, ""))?;
     Ok((major, minor))
 }
 
@@ -80,19 +74,12 @@ impl Handle {
     fn log(&self) -> String {
         let mut bytes = 0;
         // SAFETY: the program is alive; one size is written.
-        if unsafe { sys::nvrtcGetProgramLogSize(self.0, &mut bytes) }
-            .result()
-            .is_err()
-            || bytes == 0
-        {
+        if unsafe { sys::nvrtcGetProgramLogSize(self.0, &mut bytes) }.result().is_err() || bytes == 0 {
             return String::new();
         }
         let mut log = vec![0u8; bytes];
         // SAFETY: `log` has the size that NVRTC asked for.
-        if unsafe { sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) }
-            .result()
-            .is_err()
-        {
+        if unsafe { sys::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) }.result().is_err() {
             return String::new();
         }
         log.pop();
@@ -108,15 +95,8 @@ impl Drop for Handle {
 }
 
 fn refusal(call: &str, code: sys::nvrtcResult, log: &str) -> Error {
-    let reason = if log.is_empty() {
-        format!("{code:?}")
-    } else {
-        format!("{code:?}: {}", log.trim())
-    };
-    Error::Device {
-        call: call.to_owned(),
-        reason,
-    }
+    let reason = if log.is_empty() { format!("{code:?}") } else { format!("{code:?}: {}", log.trim()) };
+    Error::Device { call: call.to_owned(), reason }
 }
 
 /// Compiled kernels on disk.
@@ -127,19 +107,13 @@ pub(crate) struct Cache {
 impl Cache {
     /// The user's cache: `$XDG_CACHE_HOME/castor/kernels`, else `~/.cache/castor/kernels`.
     pub(crate) fn of_user() -> Cache {
-        let set = |name| {
-            std::env::var_os(name)
-                .filter(|value| !value.is_empty())
-                .map(PathBuf::from)
-        };
+        let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let root = set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
         Cache::at(root.map(|root| root.join("castor").join("kernels")))
     }
 
     fn at(folder: Option<PathBuf>) -> Cache {
-        Cache {
-            folder: folder.filter(|folder| std::fs::create_dir_all(folder).is_ok()),
-        }
+        Cache { folder: folder.filter(|folder| std::fs::create_dir_all(folder).is_ok()) }
     }
 
     /// Machine code of `program` for `architecture`, from disk or compiled now.
@@ -149,16 +123,8 @@ impl Cache {
     pub(crate) fn cubin(&self, program: Program, architecture: &str) -> Result<Vec<u8>> {
         let make = || compile(program, architecture, &[]).map(|compiled| compiled.cubin);
         let (major, minor) = version()?;
-        let key = format!(
-            "{}\n{}\n{architecture}\n{major}.{minor}",
-            program.text(),
-            program.options().join(" ")
-        );
-        let name = format!(
-            "{}-{:016x}.cubin",
-            program.file().trim_end_matches(".cu"),
-            xxh3_64(key.as_bytes())
-        );
+        let key = format!("{}\n{}\n{architecture}\n{major}.{minor}", program.text(), program.options().join(" "));
+        let name = format!("{}-{:016x}.cubin", program.file().trim_end_matches(".cu"), xxh3_64(key.as_bytes()));
         self.get(&name, make)
     }
 
@@ -173,9 +139,8 @@ impl Cache {
         }
         // Whoever holds the lock compiles; the others find the file when they get it.
         let lock = File::create(folder.join("lock"));
-        let locked = lock.as_ref().is_ok_and(|lock| {
-            rustix::fs::flock(lock, rustix::fs::FlockOperation::LockExclusive).is_ok()
-        });
+        let locked =
+            lock.as_ref().is_ok_and(|lock| rustix::fs::flock(lock, rustix::fs::FlockOperation::LockExclusive).is_ok());
         if locked && let Some(content) = read(&path) {
             return Ok(content);
         }
@@ -190,8 +155,7 @@ impl Cache {
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = std::fs::read(path).ok()?;
     let header = bytes.get(..24)?;
-    let number =
-        |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
+    let number = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
     let (length, hash) = (number(8), number(16));
     if &header[..8] != MAGIC || length != bytes.len() as u64 - 24 || hash != xxh3_64(&bytes[24..]) {
         return None;
@@ -221,14 +185,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(Some(folder.path().join("kernels")));
         let content = vec![7u8; 1000];
-        assert_eq!(
-            cache.get("a.cubin", || Ok(content.clone())).unwrap(),
-            content
-        );
-        assert_eq!(
-            cache.get("a.cubin", || panic!("made twice")).unwrap(),
-            content
-        );
+        assert_eq!(cache.get("a.cubin", || Ok(content.clone())).unwrap(), content);
+        assert_eq!(cache.get("a.cubin", || panic!("made twice")).unwrap(), content);
         let path = folder.path().join("kernels/a.cubin");
         let whole = std::fs::read(&path).unwrap();
         for damaged in [whole[..whole.len() - 1].to_vec(), whole[..10].to_vec(), {
@@ -238,10 +196,7 @@ mod tests {
         }] {
             std::fs::write(&path, damaged).unwrap();
             assert_eq!(cache.get("a.cubin", || Ok(vec![1, 2])).unwrap(), [1, 2]);
-            assert_eq!(
-                cache.get("a.cubin", || panic!("not repaired")).unwrap(),
-                [1, 2]
-            );
+            assert_eq!(cache.get("a.cubin", || panic!("not repaired")).unwrap(), [1, 2]);
             std::fs::write(&path, &whole).unwrap();
         }
     }
@@ -250,10 +205,7 @@ mod tests {
     fn a_failure_is_not_kept() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(Some(folder.path().to_owned()));
-        let error = Error::Device {
-            call: "compile".into(),
-            reason: "no".into(),
-        };
+        let error = Error::Device { call: "compile".into(), reason: "no".into() };
         assert!(cache.get("b.cubin", || Err(error)).is_err());
         assert_eq!(cache.get("b.cubin", || Ok(vec![3])).unwrap(), [3]);
     }

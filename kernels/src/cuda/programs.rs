@@ -154,12 +154,7 @@ impl Program {
             }
             Program::Finish | Program::Update(..) | Program::Hessian(..) => {
                 // The same bits as the CPU: every operation rounded on its own, as IEEE says.
-                for option in [
-                    "--fmad=false",
-                    "--ftz=false",
-                    "--prec-div=true",
-                    "--prec-sqrt=true",
-                ] {
+                for option in ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"] {
                     options.push(option.to_owned());
                 }
             }
@@ -192,13 +187,9 @@ impl Program {
             (Program::Attention(_, head), "attention_forward") => 4 * 64 * head * 2,
             // Two tiles that stay, two stages of two that pass; two stages of two rows of f32.
             (Program::Attention(_, head), "attention_backward_q") => 6 * 64 * head * 2,
-            (Program::Attention(_, head), "attention_backward_kv") => {
-                6 * 64 * head * 2 + 4 * 64 * 4
-            }
+            (Program::Attention(_, head), "attention_backward_kv") => 6 * 64 * head * 2 + 4 * 64 * 4,
             // 16 rows unpadded, 32 rows padded by one.
-            (Program::AttentionAny(_), "attention_forward") => {
-                (16 * head_dim + 2 * 32 * (head_dim + 1)) * 4
-            }
+            (Program::AttentionAny(_), "attention_forward") => (16 * head_dim + 2 * 32 * (head_dim + 1)) * 4,
             (Program::AttentionAny(_), "attention_backward_q" | "attention_backward_kv") => {
                 (2 * 16 * head_dim + 2 * 32 * (head_dim + 1)) * 4
             }
@@ -209,11 +200,9 @@ impl Program {
     /// Kernels whose dynamic shared memory may exceed what every device gives unasked.
     pub(crate) const fn large_kernels(self) -> &'static [&'static str] {
         match self {
-            Program::Attention(..) | Program::AttentionAny(_) => &[
-                "attention_forward",
-                "attention_backward_q",
-                "attention_backward_kv",
-            ],
+            Program::Attention(..) | Program::AttentionAny(_) => {
+                &["attention_forward", "attention_backward_q", "attention_backward_kv"]
+            }
             _ => &[],
         }
     }
@@ -235,12 +224,7 @@ impl Program {
                 Program::AttentionAny(dtype),
                 Program::AttentionPlain(dtype),
             ]);
-            all.extend(
-                TYPES
-                    .into_iter()
-                    .filter(|&target| target != dtype)
-                    .map(|target| Program::Cast(dtype, target)),
-            );
+            all.extend(TYPES.into_iter().filter(|&target| target != dtype).map(|target| Program::Cast(dtype, target)));
             all.extend(MOMENTS.map(|estimate| Program::Hessian(dtype, estimate)));
             if dtype != DType::F32 {
                 all.extend([64, 128, 256].map(|head| Program::Attention(dtype, head)));
