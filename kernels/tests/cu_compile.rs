@@ -66,8 +66,8 @@ fn spills(log: &str) -> Vec<(String, String)> {
 }
 
 /// The programs to compile. All of them on all architectures take many minutes (`CASTOR_CU_ALL=1`); without
-/// that, f16 (the same code as bf16) and the rarer heads are left to the measured architecture, and of the update's 126 storage
-/// combinations every fifth is taken, which meets every format, gradient and formula.
+/// that, f16 (the same code as bf16) and the rarer heads are left to the measured architecture, and of the
+/// update's 126 storage combinations every fifth is taken, which meets every format, gradient and formula.
 fn programs(architecture: &str, every: bool) -> Vec<Program> {
     let f16 = |program: &Program| format!("{program:?}").contains("F16");
     let mut updates = 0;
