@@ -92,10 +92,7 @@ mod tests {
         assert_eq!((late.inv_bias1, late.inv_bias2), (1.0, 1.0));
         assert_eq!(adamw.estimates_at(0), None);
         let second_moment = (1.0 - first.beta2) * first.inv_bias2;
-        assert!(
-            (second_moment - 1.0).abs() < 2e-7,
-            "the first moment is the gradient itself"
-        );
+        assert!((second_moment - 1.0).abs() < 2e-7, "the first moment is the gradient itself");
     }
 
     #[test]

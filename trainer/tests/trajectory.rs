@@ -31,10 +31,7 @@ fn run(engine: &mut Engine, windows: &[&[Batch]]) -> Vec<StepResult> {
     for window in windows {
         let micros: Vec<MicroBatch> = window.iter().map(Batch::micro).collect();
         let tokens = window.iter().map(|b| b.micro().counted(b.sequence)).sum();
-        let inputs = StepInputs {
-            micros: &micros,
-            tokens,
-        };
+        let inputs = StepInputs { micros: &micros, tokens };
         results.extend(engine.step(&inputs).unwrap());
     }
     results.extend(engine.finish().unwrap());
@@ -43,9 +40,7 @@ fn run(engine: &mut Engine, windows: &[&[Batch]]) -> Vec<StepResult> {
 
 fn golden_batches(folder: &Path) -> Vec<Batch> {
     let path = folder.join("batch.safetensors");
-    (0..10)
-        .map(|index| Batch::read_numbered(&path, index).unwrap())
-        .collect()
+    (0..10).map(|index| Batch::read_numbered(&path, index).unwrap()).collect()
 }
 
 fn golden_options(folder: &Path, micro_batches: u64) -> Options {
@@ -96,13 +91,8 @@ fn golden_sophia_with_given_labels() {
         let expected = json(&folder.join("expect.json"));
         let batches = golden_batches(&folder);
         let mut options = golden_options(&folder, 1);
-        options.optimizer = Some(Optimizer::Sophia {
-            beta1: 0.965,
-            beta2: 0.99,
-            rho: 0.04,
-            weight_decay: 0.1,
-            every: 2,
-        });
+        options.optimizer =
+            Some(Optimizer::Sophia { beta1: 0.965, beta2: 0.99, rho: 0.04, weight_decay: 0.1, every: 2 });
         let mut engine = engine(options, &folder);
         let labels = std::fs::read(folder.join("sophia_labels.safetensors")).unwrap();
         let labels = SafeTensors::deserialize(&labels).unwrap();
@@ -110,27 +100,18 @@ fn golden_sophia_with_given_labels() {
         for (index, batch) in batches.iter().enumerate() {
             if index % 2 == 0 {
                 let mut drawn = batch.clone();
-                let sampled = labels
-                    .tensor(&format!("sampled_labels.{}", index / 2))
-                    .unwrap();
-                let mut sampled = sampled
-                    .data()
-                    .chunks_exact(8)
-                    .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as i32);
+                let sampled = labels.tensor(&format!("sampled_labels.{}", index / 2)).unwrap();
+                let mut sampled =
+                    sampled.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as i32);
                 for row in drawn.labels.chunks_exact_mut(batch.sequence as usize) {
                     row[0] = -100;
                     row[1..].fill_with(|| sampled.next().unwrap());
                 }
-                engine
-                    .estimate(&drawn.micro(), EstimateLabels::Given)
-                    .unwrap();
+                engine.estimate(&drawn.micro(), EstimateLabels::Given).unwrap();
             }
             let micros = [batch.micro()];
             let tokens = batch.micro().counted(batch.sequence);
-            let inputs = StepInputs {
-                micros: &micros,
-                tokens,
-            };
+            let inputs = StepInputs { micros: &micros, tokens };
             results.extend(engine.train(&inputs).unwrap());
         }
         results.extend(engine.finish().unwrap());
@@ -151,16 +132,10 @@ fn trajectories_of_the_reference_trainer() {
         let number = |key: &str, default: f64| args[key].as_f64().unwrap_or(default);
         let (rows_each, window) = (number("mb", 0.0) as usize, number("ga", 0.0) as usize);
         let epochs = number("epochs", 0.0) as usize;
-        let betas = args["bet"].as_array().map_or([0.9, 0.999], |b| {
-            [b[0].as_f64().unwrap(), b[1].as_f64().unwrap()]
-        });
+        let betas = args["bet"].as_array().map_or([0.9, 0.999], |b| [b[0].as_f64().unwrap(), b[1].as_f64().unwrap()]);
         let batches: Vec<Batch> = rows
             .chunks(rows_each)
-            .map(|rows| Batch {
-                sequence: rows[0].len() as u64,
-                ids: rows.concat(),
-                labels: rows.concat(),
-            })
+            .map(|rows| Batch { sequence: rows[0].len() as u64, ids: rows.concat(), labels: rows.concat() })
             .collect();
         let epoch: Vec<&[Batch]> = batches.chunks(window).collect();
         let windows = epoch.repeat(epochs);
@@ -188,11 +163,7 @@ fn trajectories_of_the_reference_trainer() {
             // shows it first.
             let norm = value("grad_norm_before_clip");
             close(&what, result.grad_norm, norm, 1e-3);
-            assert!(
-                (result.lr - value("lr_used")).abs() < 1e-12,
-                "{what}: {}",
-                result.lr
-            );
+            assert!((result.lr - value("lr_used")).abs() < 1e-12, "{what}: {}", result.lr);
             assert_eq!(result.tokens, expected["target_tokens"].as_u64().unwrap());
             let weights = sum_of_weights(&mut engine);
             close(&what, weights, value("sum_abs_params"), TOLERANCE);
@@ -214,10 +185,7 @@ fn bits(engine: &mut Engine, folder: &Path, accumulate: usize) -> Vec<u64> {
     let batches = golden_batches(folder);
     let windows: Vec<&[Batch]> = batches.chunks(accumulate).collect();
     let results = run(engine, &windows);
-    let mut bits: Vec<u64> = results
-        .iter()
-        .flat_map(|r| [r.loss.to_bits(), r.grad_norm.to_bits()])
-        .collect();
+    let mut bits: Vec<u64> = results.iter().flat_map(|r| [r.loss.to_bits(), r.grad_norm.to_bits()]).collect();
     for group in 0..engine.groups().count() as u32 {
         let weights = engine.read_group(GroupId(group)).unwrap();
         bits.extend(weights.iter().map(|w| u64::from(w.to_bits())));
@@ -226,13 +194,7 @@ fn bits(engine: &mut Engine, folder: &Path, accumulate: usize) -> Vec<u64> {
 }
 
 fn sophia(every: u64) -> Optimizer {
-    Optimizer::Sophia {
-        beta1: 0.965,
-        beta2: 0.99,
-        rho: 0.04,
-        weight_decay: 0.1,
-        every,
-    }
+    Optimizer::Sophia { beta1: 0.965, beta2: 0.99, rho: 0.04, weight_decay: 0.1, every }
 }
 
 /// L6: the same bits whatever the policy, the budget and what is kept.
@@ -257,20 +219,10 @@ fn placement_and_recompute_change_no_bit() {
             options
         };
         let plain = bits(&mut engine(make(Keep::All), &folder), &folder, 2);
-        let tight = Budgets {
-            device: 3_300_000,
-            host: 1_200_000,
-            nvme: 16 << 20,
-            nvme_folder: Some(nvme.path().to_owned()),
-        };
-        let host = HostPolicy {
-            parameters: true,
-            optimizer: true,
-        };
-        let half = StaticPolicy {
-            offload_param_frac: 0.5,
-            offload_optim_frac: 0.5,
-        };
+        let tight =
+            Budgets { device: 3_300_000, host: 1_200_000, nvme: 16 << 20, nvme_folder: Some(nvme.path().to_owned()) };
+        let host = HostPolicy { parameters: true, optimizer: true };
+        let half = StaticPolicy { offload_param_frac: 0.5, offload_optim_frac: 0.5 };
         let cases: [(&dyn PlacementPolicy, Budgets, Keep); 4] = [
             (&host, plenty(), Keep::All),
             (&half, plenty(), Keep::Selective),
@@ -314,15 +266,9 @@ fn sixteen_bits_follow_the_reference() {
     for dtype in [DType::Bf16, DType::F16] {
         let mut options = golden_options(&folder, 1);
         options.formats = formats(dtype, DType::F32, DType::F32);
-        options.loss_scale = (dtype == DType::F16).then(|| Dynamic {
-            initial: 1024.0,
-            ..Dynamic::default()
-        });
+        options.loss_scale = (dtype == DType::F16).then(|| Dynamic { initial: 1024.0, ..Dynamic::default() });
         let results = run(&mut engine(options, &folder), &windows);
-        for (result, loss) in results
-            .iter()
-            .zip(expected["adamw"]["losses"].as_array().unwrap())
-        {
+        for (result, loss) in results.iter().zip(expected["adamw"]["losses"].as_array().unwrap()) {
             assert_eq!(result.outcome, Outcome::Updated);
             close("loss", result.loss, loss.as_f64().unwrap(), 1e-2);
         }
@@ -339,10 +285,7 @@ fn overflow_skips_the_update_and_lowers_the_scale() {
     let batches = golden_batches(&folder);
     let mut options = golden_options(&folder, 1);
     options.formats = formats(DType::F16, DType::F16, DType::F32);
-    options.loss_scale = Some(Dynamic {
-        initial: 1e9,
-        ..Dynamic::default()
-    });
+    options.loss_scale = Some(Dynamic { initial: 1e9, ..Dynamic::default() });
     let mut engine = engine(options, &folder);
     let before = sum_of_weights(&mut engine);
     let first = run(&mut engine, &[&batches[..1]])[0];
