@@ -76,6 +76,19 @@ pub fn plenty() -> Budgets {
     Budgets { device: 1 << 30, host: 1 << 30, ..Budgets::default() }
 }
 
+/// Budgets that leave this many bytes for model data beside the fixed memory of a run, and a disk.
+pub fn tight(options: &Options, device: u64, host: u64, nvme: &Path) -> Budgets {
+    let cpu = Cpu::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap();
+    let fixed = Blueprint::new(options.clone(), &cpu).fixed();
+    let sum = |parts: &[(_, u64)]| parts.iter().map(|(_, bytes)| bytes.next_multiple_of(4096)).sum::<u64>();
+    Budgets {
+        device: sum(&fixed.device) + cpu.workspace_bytes() + device,
+        host: sum(&fixed.host) + host,
+        nvme: 64 << 20,
+        nvme_folder: Some(nvme.to_owned()),
+    }
+}
+
 /// An engine with everything on the device and the weights of `folder`.
 pub fn engine(options: Options, folder: &Path) -> Engine {
     engine_with(options, folder, &DevicePolicy, plenty())
