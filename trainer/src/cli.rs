@@ -27,6 +27,8 @@ pub enum Command {
     Plan {
         /// The run to plan.
         settings: Box<Settings>,
+        /// Ranks to plan for; None: as many as the environment names.
+        ranks: Option<u32>,
         /// Whether the plan is printed as JSON.
         json: bool,
     },
@@ -86,9 +88,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
         Ok(matches) => matches,
         Err(error) => {
             return match error.kind() {
-                ErrorKind::DisplayHelp
-                | ErrorKind::DisplayVersion
-                | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Ok(Command::Text(error.to_string())),
+                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Ok(Command::Text(error.to_string())),
                 _ => Err(usage(&error)),
             };
         }
@@ -99,7 +99,11 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             Asked::Print(text) => Ok(Command::Text(text)),
         },
         Some(("plan", matches)) => match training(matches)? {
-            Asked::Run(settings) => Ok(Command::Plan { settings, json: matches.get_flag("json") }),
+            Asked::Run(settings) => Ok(Command::Plan {
+                settings,
+                ranks: value(matches, "ranks").map(|text| ranks(&text)).transpose()?,
+                json: matches.get_flag("json"),
+            }),
             Asked::Print(text) => Ok(Command::Text(text)),
         },
         Some(("parity", matches)) => match training(matches)? {
@@ -170,15 +174,8 @@ fn training(matches: &ArgMatches) -> Result<Asked> {
         }
     }
     for short in SHORTHANDS {
-        let Some(text) = value(matches, short.names[0]) else {
-            continue;
-        };
-        match boolean(&text) {
-            Some(true) => raw.set(short.key, vec![short.value.into()], Origin::Flag)?,
-            Some(false) => {}
-            None => {
-                return Err(Error::Usage(format!("--{} is {text}; true or false was expected", short.names[0])));
-            }
+        if matches.contains_id(short.names[0]) && truth(matches, short.names[0])? {
+            raw.set(short.key, vec![short.value.into()], Origin::Flag)?;
         }
     }
     for ignored in IGNORED {
@@ -206,8 +203,8 @@ fn pack(matches: &ArgMatches) -> Result<Command> {
                 "skip" => OnBadRecord::Skip,
                 _ => OnBadRecord::Stop,
             },
-            bos: !matches.get_flag("no_add_bos"),
-            eos: !matches.get_flag("no_add_eos"),
+            bos: truth(matches, "add_bos")?,
+            eos: truth(matches, "add_eos")?,
             ..DataSpec::new(inputs)
         },
         tokenizer: required(matches, "tokenizer"),
@@ -219,6 +216,17 @@ fn value(matches: &ArgMatches, id: &str) -> Option<String> {
     matches.get_one::<String>(id).cloned()
 }
 
+fn ranks(text: &str) -> Result<u32> {
+    let count = text.parse().ok().filter(|count| *count > 0);
+    count.ok_or_else(|| Error::Usage(format!("--ranks is {text}; a whole number of at least 1 was expected")))
+}
+
+/// The boolean that a flag was given or has by default.
+fn truth(matches: &ArgMatches, id: &str) -> Result<bool> {
+    let text = required(matches, id);
+    boolean(&text).ok_or_else(|| Error::Usage(format!("--{id} is {text}; true or false was expected")))
+}
+
 fn required(matches: &ArgMatches, id: &str) -> String {
     value(matches, id).expect("clap checks required arguments and fills in defaults")
 }
@@ -226,7 +234,7 @@ fn required(matches: &ArgMatches, id: &str) -> String {
 fn tree() -> clap::Command {
     let command = |name: &'static str, about: &'static str| clap::Command::new(name).about(about);
     let path = |id: &'static str, help: &'static str| Arg::new(id).required(true).help(help);
-    let option = |id: &'static str, help: &'static str| Arg::new(id).long(id).help(help);
+    let option = |id: &'static str, help: &'static str| Arg::new(id).long(id).help(help).allow_negative_numbers(true);
     let switch = |id: &'static str, help: &'static str| Arg::new(id).long(id).action(ArgAction::SetTrue).help(help);
     let pack = command("pack", "Tokenise text once, into a file that every run maps")
         .arg(path("input", "Text and jsonl files, folders, globs").num_args(1..))
@@ -234,31 +242,35 @@ fn tree() -> clap::Command {
         .arg(option("out", "Folder to write").required(true))
         .arg(option("text_field", "Name of the text in a JSON record").default_value("text"))
         .arg(option("on_bad_record", "stop, or skip and count").value_parser(["stop", "skip"]).default_value("stop"))
-        .arg(switch("no_add_bos", "No BOS before documents"))
-        .arg(switch("no_add_eos", "No EOS after documents"));
+        .arg(boolean_flag("add_bos").default_value("true").help("BOS before each document"))
+        .arg(boolean_flag("add_eos").default_value("true").help("EOS after each document"));
     clap::Command::new("castor")
         .version(env!("CARGO_PKG_VERSION"))
         .about("Trains Llama models beyond one GPU's memory: device, host and NVMe as one")
         .subcommand_required(true)
-        .arg_required_else_help(true)
         .disable_help_subcommand(true)
-        .after_help("Exit codes: 0 done, 1 failed, 2 wrong command line or input, 3 does not fit, 130/143 interrupted")
-        .subcommand(command("run", "Start one process per device: castor run --nproc_per_node 2 train …"))
-        .subcommand(training_flags(command("train", "Train: one rank, or the rank the environment names")))
+        .after_help(
+            "Exit codes: 0 done, 1 failed, 2 wrong command line or input, 3 does not fit, \
+             130/143 interrupted",
+        )
+        .subcommand(command("run", "Start one process per device: run --nproc_per_node 2 train …"))
+        .subcommand(training_flags(command("train", "Train: one rank, or that which the environment names")))
         .subcommand(
-            training_flags(command("plan", "Say where every byte would be and how long a step takes"))
+            training_flags(command("plan", "Say where bytes would be and how long a step takes"))
+                .arg(
+                    option("ranks", "Ranks to plan for [as the environment says]")
+                        .aliases(["world_size", "nproc_per_node"]),
+                )
                 .arg(switch("json", "Print the plan as JSON")),
         )
         .subcommand(
-            training_flags(command("parity", "One forward and backward on a batch, held against expected tensors"))
+            training_flags(command("parity", "One forward and backward, held against expected tensors"))
                 .arg(option("batch", "safetensors with input_ids and labels").required(true))
                 .arg(option("expect", "safetensors with loss and gradients"))
                 .arg(option("out", "Where to write loss and gradients"))
                 .arg(option("tolerance", "Largest relative error that passes").default_value("1e-4")),
         )
-        .subcommand(
-            command("data", "Prepare data").subcommand_required(true).arg_required_else_help(true).subcommand(pack),
-        )
+        .subcommand(command("data", "Prepare data").subcommand_required(true).subcommand(pack))
         .subcommand(
             command("export", "Checkpoint to a Hugging Face folder")
                 .arg(path("checkpoint", "Checkpoint folder"))
@@ -357,6 +369,7 @@ fn usage(error: &clap::Error) -> Error {
                 None => format!("{typed} is not expected here: values follow a flag"),
             }
         }
+        ErrorKind::MissingSubcommand => "a command is missing; `castor --help` lists them".into(),
         ErrorKind::InvalidSubcommand => {
             let typed = context(ContextKind::InvalidSubcommand).unwrap_or_default();
             let tree = tree();

@@ -57,17 +57,13 @@ impl DataSpec {
     }
 }
 
-/// Opens the data as rows of `length` tokens for a model with `vocabulary` table rows. The second value holds
+/// Opens the data as rows of `length` tokens for a model with `vocabulary` table rows. `tokenizer` is a name for
+/// [`Tokenizer::open`], which happens only if there is text. The second value holds
 /// what to tell the user: how much was read, what was left over, what was skipped.
 ///
 /// # Errors
 /// [`Error::Usage`] naming file and line or offset; or how many tokens the smallest usable data would have.
-pub fn open(
-    spec: &DataSpec,
-    tokenizer: &Tokenizer,
-    length: usize,
-    vocabulary: u64,
-) -> Result<(PackedRows, Vec<String>)> {
+pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) -> Result<(PackedRows, Vec<String>)> {
     let mut notices = Vec::new();
     let paths = files::expand(&spec.inputs, &mut notices)?;
     let (tokens, texts): (Vec<PathBuf>, Vec<PathBuf>) = paths.into_iter().partition(|path| tokens::is_token_file(path));
@@ -79,6 +75,7 @@ pub fn open(
         )));
     }
     let rows = if tokens.is_empty() {
+        let tokenizer = &Tokenizer::open(tokenizer)?;
         tokenizer.check_fits(vocabulary)?;
         let mut ids = Vec::new();
         let documents = text::tokenize(spec, tokenizer, &texts, &mut notices, &mut |document| {

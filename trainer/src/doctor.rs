@@ -4,6 +4,7 @@
 //! Reads `/proc`, `/sys` and the folder for offloaded chunks. What lies in the hardware layer (CUDA, io_uring) is
 //! asked through [`Probes`], and the measuring itself is handed in: this file owns the words and the cache.
 
+use castor_kernels::block_io::{BlockFile, BlockOptions};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -76,6 +77,21 @@ pub fn survey(folder: &Path, probes: &Probes<'_>) -> Vec<Finding> {
     findings.extend((probes.block_io)(folder));
     findings.push(ssh(std::env::var_os("PATH").as_deref()));
     findings
+}
+
+/// How files in `folder` would be read and written: the rung that the disk tier would stand on, and why not a better one.
+pub fn block_io(folder: &Path) -> Vec<Finding> {
+    const WHAT: &str = "disk tier";
+    match BlockFile::create(folder, 1 << 20, &BlockOptions::default()) {
+        Ok(file) => match file.refused().first() {
+            None => vec![Finding::found(WHAT, format!("{:?}", file.rung()))],
+            Some((rung, reason)) => {
+                let detail = format!("{:?}; {rung:?} was refused: {reason}", file.rung());
+                vec![Finding::limited(WHAT, detail, "--nvme works, slower")]
+            }
+        },
+        Err(error) => vec![Finding::missing(WHAT, error.to_string(), "give --nvme a folder that can be written")],
+    }
 }
 
 /// The survey as text, a line per finding and one below it where something is to be done.

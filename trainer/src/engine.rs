@@ -97,8 +97,13 @@ impl Blueprint {
     /// Lays out a run of `backend.world()` ranks. `backend` is the one that will run it: its operators say how much
     /// scratch they want.
     pub fn new(options: Options, backend: &dyn Backend) -> Self {
+        Blueprint::for_world(options, backend, backend.world())
+    }
+
+    /// As [`Blueprint::new`], for a run of `world` ranks like this one.
+    pub fn for_world(options: Options, backend: &dyn Backend, world: u32) -> Self {
         let shape = Shape::from(&options.config);
-        let world = u64::from(backend.world());
+        let world = u64::from(world);
         let groups = Groups::new(&shape);
         let activations = Activations::new(
             Request {

@@ -5,6 +5,7 @@
 //! ranks of it, [`report`] says what happened.
 #![forbid(unsafe_code)]
 
+pub mod account;
 pub mod activations;
 pub mod cli;
 pub mod config;
@@ -19,10 +20,14 @@ pub mod lr;
 pub mod model;
 pub mod optimizer;
 pub mod parity;
+pub mod plan;
 pub mod plugin;
 pub mod rendezvous;
 pub mod report;
+pub mod session;
 pub mod settings;
 pub mod source;
 mod step;
+mod step_rows;
+pub mod train;
 pub mod weights;

@@ -18,16 +18,13 @@ pub enum Decay {
 }
 
 /// Whose arithmetic of warm-up and end.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Convention {
-    /// Warm-up `step/warmup` (the first rate is 0), decay to 0 at the last step's end.
+    /// Warm-up `step/warmup`: the first rate is 0.
     HuggingFace,
-    /// Warm-up `(step+1)/warmup`, decay to `min_ratio` of the rate.
-    ColossalAi {
-        /// Rate at the end, as a part of the base rate (0.1 in the published scripts).
-        min_ratio: f64,
-    },
+    /// Warm-up `(step+1)/warmup`.
+    ColossalAi,
 }
 
 /// A learning-rate schedule.
@@ -39,6 +36,8 @@ pub struct Schedule {
     pub decay: Decay,
     /// Whose arithmetic.
     pub convention: Convention,
+    /// Rate at the end, as a part of the base rate (Hugging Face: 0; the published ColossalAI scripts: 0.1).
+    pub min_ratio: f64,
     /// Steps of warm-up.
     pub warmup: u64,
     /// Steps of the whole run.
@@ -51,7 +50,7 @@ impl Schedule {
         if step < self.warmup {
             let reached = match self.convention {
                 Convention::HuggingFace => step,
-                Convention::ColossalAi { .. } => step + 1,
+                Convention::ColossalAi => step + 1,
             };
             return self.base * (reached as f64 / self.warmup as f64);
         }
@@ -62,11 +61,7 @@ impl Schedule {
             Decay::Linear => 1.0 - progress,
             Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
         };
-        let floor = match self.convention {
-            Convention::HuggingFace => 0.0,
-            Convention::ColossalAi { min_ratio } => min_ratio,
-        };
-        self.base * (floor + (1.0 - floor) * left)
+        self.base * (self.min_ratio + (1.0 - self.min_ratio) * left)
     }
 }
 
@@ -80,7 +75,7 @@ mod tests {
     use super::*;
 
     fn cosine(base: f64, warmup: u64, total: u64) -> Schedule {
-        Schedule { base, decay: Decay::Cosine, convention: Convention::HuggingFace, warmup, total }
+        Schedule { base, decay: Decay::Cosine, convention: Convention::HuggingFace, min_ratio: 0.0, warmup, total }
     }
 
     /// To as many digits as the reference printed.
@@ -109,7 +104,7 @@ mod tests {
 
     #[test]
     fn colossal_ai_starts_above_zero_and_ends_at_a_tenth() {
-        let schedule = Schedule { convention: Convention::ColossalAi { min_ratio: 0.1 }, ..cosine(3e-4, 2, 10) };
+        let schedule = Schedule { convention: Convention::ColossalAi, min_ratio: 0.1, ..cosine(3e-4, 2, 10) };
         close(schedule.at(0), 1.5e-4);
         close(schedule.at(1), 3e-4);
         close(schedule.at(2), 3e-4);

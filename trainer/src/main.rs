@@ -1,14 +1,19 @@
 //! The binary `castor`: parses the command line, hands over, and turns the outcome into an exit code.
 
+use std::path::Path;
 use std::process::ExitCode;
 
+use castor_kernels::cuda;
 use castor_trainer::cli::{self, Command};
 use castor_trainer::data::{self, Tokenizer};
+use castor_trainer::doctor::{self, Finding, Probes};
 use castor_trainer::error::{Error, Result};
+use castor_trainer::launcher::{self, Setup};
+use castor_trainer::{plan, report, session, train};
 
 fn main() -> ExitCode {
     match run() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("castor: error: {error}");
             ExitCode::from(error.exit_code())
@@ -16,9 +21,22 @@ fn main() -> ExitCode {
     }
 }
 
-fn run() -> Result<()> {
+fn run() -> Result<u8> {
     match cli::parse(std::env::args_os())? {
         Command::Text(text) => print!("{text}"),
+        Command::Run(arguments) => {
+            let devices = || Ok(cuda::device_count()? as u32);
+            return launcher::main(&arguments, &Setup::of_this_process(&devices)?);
+        }
+        Command::Train(settings) => {
+            launcher::follow_launcher()?;
+            train::main(&settings)?;
+        }
+        Command::Plan { settings, ranks, json } => plan::main(&settings, ranks, json)?,
+        Command::Parity { settings, batch, expect, out, tolerance } => {
+            launcher::follow_launcher()?;
+            session::parity(&settings, &batch, expect.as_deref(), out.as_deref(), tolerance)?;
+        }
         Command::DataPack { spec, tokenizer, out } => {
             let summary = data::pack(&spec, &Tokenizer::open(&tokenizer)?, &out)?;
             for notice in &summary.notices {
@@ -26,7 +44,23 @@ fn run() -> Result<()> {
             }
             println!("{} tokens of {} documents in {}", summary.tokens, summary.documents, out.display());
         }
-        other => return Err(Error::Failed(format!("this build has no {other:?}"))),
+        Command::Report(run_dir) => report::main(&run_dir)?,
+        Command::Doctor { .. } => doctor_main(),
+        Command::Export { .. } => {
+            return Err(Error::Usage("castor export needs a checkpoint, and this version writes none".into()));
+        }
     }
-    Ok(())
+    Ok(0)
+}
+
+fn doctor_main() {
+    let cuda = || {
+        let finding = |found: cuda::Found| match found.state {
+            Ok(usable) => Finding::found(found.library, format!("{} at {}", usable.version, usable.path.display())),
+            Err(reason) => Finding::missing(found.library, reason, found.purpose),
+        };
+        cuda::survey().into_iter().map(finding).collect()
+    };
+    let findings = doctor::survey(Path::new("."), &Probes { cuda: &cuda, block_io: &doctor::block_io });
+    print!("{}", doctor::render(&findings));
 }

@@ -13,7 +13,7 @@
 //!    `SLURM_STEP_NUM_TASKS`, which counts the step and not the allocation, is above 1.
 
 use std::fmt;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -40,29 +40,6 @@ impl fmt::Display for Master {
         } else {
             write!(f, "{}:{}", self.host, self.port)
         }
-    }
-}
-
-impl Master {
-    /// The address behind the name; IPv4 first, as that is what most clusters route.
-    ///
-    /// # Errors
-    /// [`Error::Failed`] if the name does not resolve.
-    pub fn resolve(&self) -> Result<SocketAddr> {
-        let unresolved = |reason: String| {
-            Error::Failed(format!(
-                "MASTER_ADDR {:?} does not resolve: {reason}; name rank 0's host as every host knows it, or its address",
-                self.host
-            ))
-        };
-        let found: Vec<SocketAddr> =
-            (self.host.as_str(), self.port).to_socket_addrs().map_err(|error| unresolved(error.to_string()))?.collect();
-        found
-            .iter()
-            .find(|address| address.is_ipv4())
-            .or(found.first())
-            .copied()
-            .ok_or_else(|| unresolved("the name has no address".into()))
     }
 }
 
@@ -97,6 +74,39 @@ impl World {
             restart_count: 0,
             timeout: DEFAULT_TIMEOUT,
         }
+    }
+
+    /// The address of [`World::master`]: where rank 0 listens and the others go. IPv4 first, as that is what most
+    /// clusters route.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] if the name does not resolve, or only to a loopback address while there are ranks on other
+    /// hosts (many systems give their own name such an address: rank 0 would listen where nobody can come).
+    pub fn meeting_address(&self) -> Result<SocketAddr> {
+        let Master { host, port } = &self.master;
+        let refused = |reason: &str| {
+            Error::Failed(format!(
+                "MASTER_ADDR {host:?} {reason}; name rank 0's host as every host can reach it, or its address"
+            ))
+        };
+        let mut found: Vec<SocketAddr> = (host.as_str(), *port)
+            .to_socket_addrs()
+            .map_err(|error| refused(&format!("does not resolve: {error}")))?
+            .collect();
+        // Who writes an address means it.
+        let is_name = host.parse::<IpAddr>().is_err();
+        if is_name && self.local_world < self.world {
+            found.retain(|address| !address.ip().is_loopback());
+            if found.is_empty() {
+                return Err(refused("means only this machine itself, but there are ranks on other hosts"));
+            }
+        }
+        found
+            .iter()
+            .find(|address| address.is_ipv4())
+            .or(found.first())
+            .copied()
+            .ok_or_else(|| refused("has no address"))
     }
 
     /// The world that this process's environment names, or [`World::alone`].
@@ -470,9 +480,17 @@ mod tests {
     }
 
     #[test]
-    fn master_prints_ipv6_in_brackets_and_resolves() {
+    fn the_meeting_place_is_one_that_all_ranks_can_reach() {
+        let meeting = |host: &str, local_world: u32| {
+            let master = Master { host: host.into(), port: 9 };
+            World { world: 2, local_world, master, ..World::alone() }.meeting_address()
+        };
+        assert_eq!(meeting("::1", 2).unwrap().to_string(), "[::1]:9");
+        assert_eq!(meeting("127.0.0.1", 1).unwrap().to_string(), "127.0.0.1:9");
+        assert!(meeting("localhost", 2).unwrap().ip().is_loopback());
+        let message = meeting("localhost", 1).unwrap_err().to_string();
+        assert!(message.contains("only this machine itself"), "{message}");
         let master = Master { host: "::1".into(), port: 9 };
         assert_eq!(master.to_string(), "[::1]:9");
-        assert_eq!(master.resolve().unwrap().to_string(), "[::1]:9");
     }
 }

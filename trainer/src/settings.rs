@@ -15,7 +15,7 @@ pub(crate) use values::boolean;
 pub use values::{Budget, Every, nearest};
 
 use crate::config::ModelConfig;
-use crate::data::{DataSpec, Order};
+use crate::data::{DataSpec, Order, Sampler};
 use crate::error::{Error, Result};
 use crate::plugin::Preset;
 
@@ -304,6 +304,11 @@ pub struct EmulatedLinks {
 }
 
 impl Settings {
+    /// Updates of the run over the rows that `sampler` deals.
+    pub fn total_steps(&self, sampler: &Sampler) -> u64 {
+        self.max_steps.unwrap_or_else(|| sampler.steps(self.num_epochs))
+    }
+
     /// The model's shape, from `--model DIR/config.json` or the given `config.json`, with notices.
     ///
     /// # Errors

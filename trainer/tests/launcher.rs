@@ -470,3 +470,91 @@ fn output_is_prefixed_logged_or_both() {
     let scene = Scene::new("exit 4");
     scene.run(&["--log_dir", "logs", "train"]).expect(4, &["logs/rank_0.{out,err}"]);
 }
+
+/// A real `sshd` on a free port of this machine, ended with the value.
+struct Sshd {
+    child: Child,
+    port: String,
+}
+
+impl Drop for Sshd {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Sshd {
+    /// None where there is no sshd or it does not start under this user.
+    fn start(scene: &Scene) -> Option<Sshd> {
+        let here = scene.folder.path().display();
+        for key in ["host_key", "user_key"] {
+            let made =
+                Command::new("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(scene.path(key)).status();
+            made.ok().filter(|status| status.success())?;
+        }
+        std::fs::rename(scene.path("user_key.pub"), scene.path("authorized_keys")).ok()?;
+        let free = std::net::TcpListener::bind("127.0.0.1:0").ok()?;
+        let port = free.local_addr().ok()?.port();
+        drop(free);
+        let server = format!(
+            "ListenAddress 127.0.0.1:{port}\nHostKey {here}/host_key\nAuthorizedKeysFile {here}/authorized_keys\n\
+             StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
+        );
+        let client = format!(
+            "Host node-*\n HostName 127.0.0.1\n IdentityFile {here}/user_key\n IdentitiesOnly yes\n\
+             StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+        );
+        std::fs::write(scene.path("sshd_config"), server).ok()?;
+        std::fs::write(scene.path("ssh_config"), client).ok()?;
+        scene.script("ssh", &format!("exec ssh -F '{here}/ssh_config' \"$@\""));
+        let mut child = Command::new("/usr/sbin/sshd")
+            .args(["-D", "-f"])
+            .arg(scene.path("sshd_config"))
+            .stderr(Stdio::null())
+            .spawn()
+            .ok()?;
+        let deadline = Instant::now() + LIMIT;
+        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+            if child.try_wait().ok()?.is_some() || Instant::now() > deadline {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Some(Sshd { child, port: port.to_string() })
+    }
+}
+
+#[test]
+fn a_real_sshd_carries_arguments_failures_signals_and_the_end() {
+    let body = "printf '%s' \"$3\" > \"$SCENE/word.$RANK\"; case \"$2\" in fail) [ $RANK = 1 ] && exit 6;; follow) @RANK_ROLE; esac\n\
+                trap 'touch \"$SCENE/saved.$RANK\"; exit 143' TERM\necho $$ > \"$SCENE/pid.$RANK\"\n\
+                while :; do sleep 0.02; done";
+    let scene = Scene::new(body);
+    let Some(sshd) = Sshd::start(&scene) else {
+        println!("skipped: no sshd can be started here");
+        return;
+    };
+    let odd = "it's a \"$word\" `id` \\";
+    let arguments = |word| {
+        let mut all = vec!["--host", "node-a,node-b", "--ssh_port", &sshd.port, "--master_addr", "127.0.0.1"];
+        all.extend(["--remote_castor", scene.castor.to_str().unwrap(), "train", word, odd]);
+        all
+    };
+    scene.run(&arguments("fail")).expect(6, &["rank 1 on host", "host node-b failed with exit code 6"]);
+    assert_eq!(scene.read("word.1"), odd);
+    let forget = || (0..2).for_each(|rank| drop(std::fs::remove_file(scene.path(&format!("pid.{rank}")))));
+    forget();
+    let launcher = scene.start(&arguments("wait"));
+    let pids = scene.pids(2);
+    send(&launcher, Signal::TERM);
+    Ended::from(launcher.wait_with_output().unwrap()).expect(143, &[]);
+    gone(&pids);
+    assert!((0..2).all(|rank| scene.path(&format!("saved.{rank}")).exists()));
+    forget();
+    let mut launcher = scene.start(&arguments("follow"));
+    let pids = scene.pids(2);
+    send(&launcher, Signal::KILL);
+    launcher.wait().unwrap();
+    gone(&pids);
+}

@@ -148,6 +148,7 @@ fn trajectories_of_the_reference_trainer() {
             base: 5e-3,
             decay: Decay::Cosine,
             convention: Convention::HuggingFace,
+            min_ratio: 0.0,
             warmup: 2,
             total: windows.len() as u64,
         };

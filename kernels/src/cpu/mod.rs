@@ -7,7 +7,7 @@
 mod arena;
 mod engine;
 mod operators;
-mod ops;
+pub(crate) mod ops;
 pub mod truth;
 
 use crate::block_io::{BlockFile, BlockOptions, Rung};

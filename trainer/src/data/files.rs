@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 
 /// Endings that a folder is searched for; anything else must be named or matched by a glob.
-const FOLDER_ENDINGS: &[&str] = &["txt", "jsonl", "json", "bin", "idx"];
+const FOLDER_ENDINGS: &[&str] = &["txt", "jsonl", "json"];
+/// Endings of token files; a folder that holds one is read for these alone.
+const TOKEN_ENDINGS: &[&str] = &["bin", "idx"];
 /// Folders within folders beyond this are taken for a loop.
 const DEPTH_MAX: usize = 64;
 
@@ -51,7 +53,10 @@ fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
     if let Some(parquet) = files.iter().find(|p| ending(p).is_some_and(|e| e == "parquet" || e == "arrow")) {
         return Err(super::text::refuse_columnar(parquet));
     }
-    files.retain(|path| ending(path).is_some_and(|e| FOLDER_ENDINGS.contains(&e.as_str())));
+    // Where there are tokens, the rest is what they were made from, or their manifest.
+    let is_tokens = |path: &PathBuf| ending(path).is_some_and(|e| TOKEN_ENDINGS.contains(&e.as_str()));
+    let endings = if files.iter().any(is_tokens) { TOKEN_ENDINGS } else { FOLDER_ENDINGS };
+    files.retain(|path| ending(path).is_some_and(|e| endings.contains(&e.as_str())));
     if files.is_empty() {
         return Err(Error::Usage(format!(
             "--data {}: none of its {total} files ends in .{}; a glob such as '{0}/**/*.rs' takes any text file",
@@ -64,7 +69,7 @@ fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
             "{}: {} of {total} files are read, the others end in none of .{}",
             root.display(),
             files.len(),
-            FOLDER_ENDINGS.join(", .")
+            endings.join(", .")
         ));
     }
     files.sort();

@@ -70,7 +70,7 @@ fn every_shared_text_file_is_decided() {
     assert!(notices[0].contains("1 records were skipped") && notices[0].contains(":1:"), "{notices:?}");
     // An empty file is no error among others; alone it is.
     let spec = DataSpec::new(vec![folder.join("txt_empty.txt").display().to_string()]);
-    let error = open(&spec, &Tokenizer::bytes(), 8, 259).unwrap_err().to_string();
+    let error = open(&spec, "bytes", 8, 259).unwrap_err().to_string();
     assert!(error.contains("the data is empty"), "{error}");
 }
 
@@ -173,7 +173,7 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
         }
         assert_eq!((rows.len(), rows.remainder()), (2, 1));
     };
-    let (rows, notices) = open(&spec, &tokenizer, 4, 259).unwrap();
+    let (rows, notices) = open(&spec, "bytes", 4, 259).unwrap();
     check(&rows);
     assert!(notices[0].contains("9 tokens from 2 documents"), "{notices:?}");
     assert!(notices[0].contains("with BOS 256 and EOS 257"), "{notices:?}");
@@ -183,12 +183,14 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
     let summary = pack(&spec, &tokenizer, &out).unwrap();
     assert_eq!((summary.tokens, summary.documents), (9, 2));
     let packed = DataSpec::new(vec![out.join("tokens.bin").display().to_string()]);
-    check(&open(&packed, &tokenizer, 4, 259).unwrap().0);
+    check(&open(&packed, "bytes", 4, 259).unwrap().0);
+    let folder_of_tokens = DataSpec::new(vec![out.display().to_string()]);
+    check(&open(&folder_of_tokens, "bytes", 4, 259).unwrap().0);
     assert!(pack(&spec, &tokenizer, &out).unwrap_err().to_string().contains("exists already"));
 
-    let short = open(&spec, &tokenizer, 10, 259).unwrap_err().to_string();
+    let short = open(&spec, "bytes", 10, 259).unwrap_err().to_string();
     assert!(short.contains("has 9 tokens") && short.contains("at least 10"), "{short}");
-    let small = open(&spec, &tokenizer, 4, 258).unwrap_err().to_string();
+    let small = open(&spec, "bytes", 4, 258).unwrap_err().to_string();
     assert!(small.contains("vocab_size is 258") && small.contains("259"), "{small}");
 }
 
@@ -199,7 +201,7 @@ fn a_tokenizer_file_is_read_with_its_special_ids() {
         {"id":3,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},
         {"id":4,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
         "normalizer":null,"pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
-        "truncation":null,"padding":null,
+        "truncation":{"direction":"Right","max_length":1,"strategy":"LongestFirst","stride":0},"padding":null,
         "model":{"type":"WordLevel","vocab":{"a":0,"b":1,"?":2},"unk_token":"?"}}"#;
     std::fs::write(folder.path().join("tokenizer.json"), vocabulary).unwrap();
     let name = folder.path().display().to_string();

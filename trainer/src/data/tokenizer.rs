@@ -73,8 +73,11 @@ impl Tokenizer {
         }
         // The strict reader first: it places mistakes, which the tokenizer's own reader does not.
         json::read(&path)?;
-        let inner = tokenizers::Tokenizer::from_file(&path)
-            .map_err(|e| Error::Usage(format!("{}: not a tokenizer: {e}", path.display())))?;
+        let refuse = |e| Error::Usage(format!("{}: not a tokenizer: {e}", path.display()));
+        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(refuse)?;
+        // Files saved from a running pipeline carry its truncation, which would cut documents silently.
+        inner.with_truncation(None).map_err(refuse)?;
+        inner.with_padding(None);
         let ids = inner.get_vocab(true);
         let vocabulary = ids.values().max().map_or(0, |id| u64::from(*id) + 1);
         let config = beside(&path, "tokenizer_config.json")?;

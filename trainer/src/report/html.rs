@@ -88,16 +88,11 @@ fn tiles(log: Option<&Run>, memory: Option<&MemoryReport>) -> String {
     if let Some(memory) = memory {
         let (step, stall) = (memory.step_seconds, memory.stall_seconds_per_step);
         let share = if step > 0.0 { 100.0 * stall / step } else { 0.0 };
-        tile(
-            &mut html,
-            "Step time",
-            &format!("{} ms", grouped(step * 1e3, 1)),
-            &format!("{share:.1} % waiting for moves"),
-        );
+        tile(&mut html, "Step time", &format!("{} ms", grouped(step * 1e3, 1)), &format!("{share:.1} % waiting"));
         for tier in &memory.tiers {
             tile(
                 &mut html,
-                &format!("Peak {}", tier.tier),
+                &format!("Peak {}", tier.tier.replace("nvme", "NVMe")),
                 &format!("{} MiB", mib(tier.measured_peak_bytes)),
                 &format!("of {} MiB", mib(tier.budget_bytes)),
             );
@@ -126,7 +121,7 @@ fn memory_section(html: &mut String, memory: &MemoryReport) {
         let rows: Vec<(String, usize)> =
             tier.categories.iter().map(|name| (name.clone(), colours[name.as_str()])).collect();
         let predicted = if measured { TierReport::totals(&tier.predicted) } else { Vec::new() };
-        let _ = write!(html, "<article><h3>{}</h3>{}", escape(&tier.tier), tier_facts(tier));
+        let _ = write!(html, "<article><h3>{}</h3>{}", escape(tier_name(&tier.tier)), tier_facts(tier));
         html.push_str("<div class=\"legend\">");
         for ((name, colour), row) in rows.iter().zip(table) {
             if row.iter().any(|bytes| *bytes > 0) {
@@ -151,20 +146,30 @@ fn memory_section(html: &mut String, memory: &MemoryReport) {
     html.push_str("</section>\n");
 }
 
-fn tier_facts(tier: &TierReport) -> String {
-    let mut facts = vec![
-        ("budget", mib(tier.budget_bytes)),
-        ("peak predicted", mib(tier.predicted_peak_bytes)),
-        ("peak measured", mib(tier.measured_peak_bytes)),
-    ];
-    facts.extend(tier.reserved_bytes.map(|bytes| ("reserved", mib(bytes))));
-    facts.extend(tier.system_bytes.map(|bytes| ("in use by the system's count", mib(bytes))));
-    let mut text: Vec<String> = facts.into_iter().map(|(name, value)| format!("{name} <b>{value}</b> MiB")).collect();
-    if tier.predicted_peak_bytes > 0 {
-        let ratio = tier.measured_peak_bytes as f64 / tier.predicted_peak_bytes as f64;
-        text.push(format!("measured is {:+.2} % off the prediction", (ratio - 1.0) * 100.0));
+/// A tier as a heading.
+fn tier_name(tier: &str) -> &str {
+    match tier {
+        "device" => "Device memory",
+        "host" => "Host memory",
+        "nvme" => "NVMe",
+        other => other,
     }
-    format!("<p class=\"facts\">{}</p>", text.join(" · "))
+}
+
+fn tier_facts(tier: &TierReport) -> String {
+    let fact = |name: &str, bytes: u64| format!("{name} <b>{}</b> MiB", mib(bytes));
+    let mut facts = vec![fact("budget", tier.budget_bytes), fact("peak predicted", tier.predicted_peak_bytes)];
+    if tier.measured_peak_bytes > 0 {
+        let mut measured = fact("measured", tier.measured_peak_bytes);
+        if tier.predicted_peak_bytes > 0 {
+            let ratio = tier.measured_peak_bytes as f64 / tier.predicted_peak_bytes as f64;
+            let _ = write!(measured, " ({:+.2} %)", (ratio - 1.0) * 100.0);
+        }
+        facts.push(measured);
+    }
+    facts.extend(tier.reserved_bytes.map(|bytes| fact("reserved", bytes)));
+    facts.extend(tier.system_bytes.map(|bytes| fact("seen by the system", bytes)));
+    format!("<p class=\"facts\">{}</p>", facts.join(" · "))
 }
 
 fn steps_section(html: &mut String, run: &Run) {
@@ -306,5 +311,80 @@ fn flatten(name: &str, value: &Value, pairs: &mut Vec<(String, String)>) {
         Value::Null => {}
         Value::String(text) => pairs.push((name.to_owned(), text.clone())),
         other => pairs.push((name.to_owned(), other.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::memory::{ChunkReport, LinkReport};
+    use super::super::progress::StepRecord;
+    use super::*;
+
+    fn memory() -> MemoryReport {
+        MemoryReport {
+            version: 1,
+            world: 1,
+            ticks: vec!["embed <0>".into(), "head & loss".into()],
+            tiers: vec![TierReport {
+                tier: "device".into(),
+                budget_bytes: 40 << 20,
+                categories: vec!["parameters".into(), "<script>".into()],
+                predicted: vec![vec![20 << 20, 20 << 20], vec![0, 5 << 20]],
+                measured: vec![vec![20 << 20, 20 << 20], vec![0, 5 << 20]],
+                predicted_peak_bytes: 25 << 20,
+                measured_peak_bytes: 25 << 20,
+                ..TierReport::default()
+            }],
+            links: vec![LinkReport { link: "host to device".into(), ..LinkReport::default() }],
+            chunks: vec![ChunkReport {
+                group: "block 0".into(),
+                role: "parameter".into(),
+                bytes: 3 << 20,
+                home: "device".into(),
+            }],
+            step_seconds: 0.2,
+            ..MemoryReport::default()
+        }
+    }
+
+    fn run(losses: &[f64]) -> Run {
+        let steps = losses.iter().zip(1..).map(|(&loss, step)| StepRecord {
+            step,
+            loss,
+            tokens: 10,
+            seconds: 0.1,
+            ..StepRecord::default()
+        });
+        Run { steps: steps.collect(), ..Run::default() }
+    }
+
+    #[test]
+    fn the_page_is_complete_offline_and_escapes_what_it_is_given() {
+        let html = page("a<b", Some(&run(&[4.0, f64::NAN, 3.0])), Some(&memory()));
+        for part in [
+            "a&lt;b",
+            "&lt;script&gt;",
+            "head &amp; loss",
+            "predicted total",
+            "budget 40.0 MiB",
+            "Every chunk",
+            "block 0",
+        ] {
+            assert!(html.contains(part), "{part}");
+        }
+        for part in ["<script", "http:", "https:", "src=", "NaN\"", "NaN ", "inf\""] {
+            assert!(!html.contains(part), "{part}");
+        }
+    }
+
+    #[test]
+    fn any_part_may_be_missing() {
+        let planned =
+            MemoryReport { tiers: vec![TierReport { measured: Vec::new(), ..memory().tiers.remove(0) }], ..memory() };
+        assert!(page("p", None, Some(&planned)).contains("predicted; not measured"));
+        assert!(page("p", None, Some(&MemoryReport::default())).ends_with("</html>\n"));
+        for losses in [&[][..], &[f64::NAN], &[2.0], &[2.0, 2.0]] {
+            assert!(page("p", Some(&run(losses)), None).ends_with("</html>\n"));
+        }
     }
 }

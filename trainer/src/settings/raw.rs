@@ -134,6 +134,11 @@ impl Raw {
         self.given.get(key).map_or(Origin::Default, |(_, origin)| origin.clone())
     }
 
+    /// Whether `key` has its default's value, given or not.
+    pub fn is_default(&self, key: &str) -> bool {
+        self.values(key) == Raw::default().values(key)
+    }
+
     /// Every setting with its origin, one a line, in the table's order: a training TOML that repeats the run.
     pub fn print(&self) -> String {
         let mut text = String::new();

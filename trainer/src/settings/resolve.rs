@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::raw::{Origin, Raw};
+use super::raw::Raw;
 use super::values::{boolean, size};
 use super::{
     BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings, OptimizerKind,
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::plugin::{self, Placement};
 
 /// A row is at most this long; beyond it lies a typing error, not a context length.
-const LENGTH_MAX: u64 = 1 << 24;
+const LENGTH_MAX: usize = 1 << 24;
 
 impl Settings {
     /// Resolves what the command line and the file it names say.
@@ -26,9 +26,9 @@ impl Settings {
         let settings = Settings {
             model_config: path(raw, "model_config"),
             model: path(raw, "model"),
-            tokenizer: raw.values("tokenizer").concat(),
+            tokenizer: tokenizer(raw),
             data: data(raw)?,
-            max_length: count(raw, "max_length", 1)?.min(LENGTH_MAX + 1) as usize,
+            max_length: max_length(raw)?,
             seed: count(raw, "seed", 0)?,
             order: match switch(raw, "shuffle")? {
                 true => Order::Shuffled { seed: count(raw, "seed", 0)? },
@@ -46,15 +46,20 @@ impl Settings {
             backend: backend(raw)?,
             notices,
         };
-        if settings.max_length as u64 > LENGTH_MAX {
-            return Err(raw.refuse("max_length", &format!("at most {LENGTH_MAX} was expected")));
-        }
         if settings.model.is_some() && settings.model_config.is_some() {
             return Err(Error::Usage(
                 "--model brings its own config.json; leave out --model_config (or the config.json of --config)".into(),
             ));
         }
         Ok(settings)
+    }
+}
+
+/// A model folder brings its tokenizer, unless another is named.
+fn tokenizer(raw: &Raw) -> String {
+    match raw.values("model").pop() {
+        Some(folder) if raw.is_default("tokenizer") => folder,
+        _ => raw.values("tokenizer").concat(),
     }
 }
 
@@ -180,7 +185,7 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
 fn memory(raw: &Raw) -> Result<MemorySettings> {
     let plugin = match raw.values("fsdp").concat() {
         words if words.is_empty() => plugin::find(&raw.values("plugin").concat())?,
-        words if raw.origin("plugin") == Origin::Default => plugin::from_fsdp(&words)?,
+        words if raw.is_default("plugin") => plugin::from_fsdp(&words)?,
         words => {
             return Err(Error::Usage(format!(
                 "--fsdp \"{words}\" and --plugin {} both choose the sharding; give one",
@@ -192,7 +197,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
     let fraction = |key| number(raw, key, "a number from 0 to 1", |x| (0.0..=1.0).contains(&x));
     if plugin.placement != Placement::Static {
         for key in ["shard_param_frac", "offload_param_frac", "offload_optim_frac"] {
-            if raw.origin(key) != Origin::Default {
+            if !raw.is_default(key) {
                 return Err(
                     raw.refuse(key, &format!("only --plugin gemini reads it, and the plugin is {}", plugin.name))
                 );
@@ -200,7 +205,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
         }
     }
     let nvme = path(raw, "nvme");
-    if nvme.is_none() && raw.origin("nvme_capacity") != Origin::Default {
+    if nvme.is_none() && !raw.is_default("nvme_capacity") {
         return Err(raw.refuse("nvme_capacity", "it needs --nvme with the folder to use"));
     }
     Ok(MemorySettings {
@@ -266,6 +271,13 @@ fn backend(raw: &Raw) -> Result<BackendSettings> {
             nvme_read: rate("emulated_nvme_read_gbps")?,
             nvme_write: rate("emulated_nvme_write_gbps")?,
         },
+    })
+}
+
+/// One token would leave nothing to predict.
+fn max_length(raw: &Raw) -> Result<usize> {
+    raw.parse("max_length", &format!("a whole number from 2 to {LENGTH_MAX}"), |text| {
+        text.parse().ok().filter(|length| (2..=LENGTH_MAX).contains(length))
     })
 }
 

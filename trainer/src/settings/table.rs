@@ -75,7 +75,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(WHAT, "tokenizer", None, &["tokenizer_name_or_path", "tokenizer_name"], Value, "bytes", "`bytes`, a tokenizer.json or its folder"),
     flag(WHAT, "data", None, &["train_file"], List, "", "Text, jsonl or token files, folders, globs"),
     flag(WHAT, "max_length", Some('l'), &["model_max_length", "block_size", "sequence_length"], Value, "2048", "Tokens of a row"),
-    flag(WHAT, "seed", None, &["data_seed"], Value, "42", "Seed of weights and row order"),
+    flag(WHAT, "seed", None, &[], Value, "42", "Seed of weights and row order"),
     flag(WHAT, "shuffle", None, &[], Switch, "true", "Shuffle rows, anew each epoch"),
     flag(WHAT, "text_field", None, &["text_column"], Value, "text", "Name of the text in a JSON record"),
     flag(WHAT, "on_bad_record", None, &[], Value, "stop", "stop, or skip and count"),
@@ -151,6 +151,7 @@ pub(crate) const SHORTHANDS: &[Shorthand] = &[
     Shorthand { names: &["fp16"], short: None, key: "mixed_precision", value: "fp16" },
     Shorthand { names: &["bf16"], short: None, key: "mixed_precision", value: "bf16" },
     Shorthand { names: &["grad_checkpoint", "gradient_checkpoint", "gradient_checkpointing", "activation_checkpointing"], short: Some('g'), key: "recompute", value: "full" },
+    Shorthand { names: &["use_cpu", "no_cuda"], short: None, key: "backend", value: "cpu" },
     Shorthand { names: &["enable_sophia"], short: None, key: "optimizer", value: "sophia" },
 ];
 
@@ -161,7 +162,7 @@ pub(crate) const IGNORED: &[Ignored] = &[
     Ignored { names: &["tensorboard_dir", "logging_dir", "report_to"], short: Some('t'), why: "the log is log.jsonl in --output_dir" },
     Ignored { names: &["do_train", "overwrite_output_dir"], short: None, why: "training is what this command does, and --resume decides about old output" },
     Ignored { names: &["ddp_find_unused_parameters", "ddp_timeout", "ddp_static_graph"], short: None, why: "there is no such machinery here" },
-    Ignored { names: &["logging_strategy", "save_strategy", "logging_nan_inf_filter"], short: None, why: "--logging_steps and --save_steps decide, and every loss is shown" },
+    Ignored { names: &["logging_strategy", "save_strategy", "eval_strategy", "evaluation_strategy", "logging_nan_inf_filter"], short: None, why: "--logging_steps and --save_steps decide, and every loss is shown" },
     Ignored { names: &["fsdp_config", "dataloader_drop_last", "dataloader_num_workers", "skip_memory_metrics"], short: None, why: "blocks are always wrapped, no row is dropped and memory is always measured" },
 ];
 

@@ -1,11 +1,15 @@
 //! Random initial weights that do not depend on who asks for which piece.
 
 use castor_kernels::rng;
+use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::config::ModelConfig;
 use crate::error::Result;
 use crate::source::TensorSource;
+
+/// Elements that one thread makes at a time.
+const PIECE: usize = 1 << 14;
 
 /// Initial weights from a seed: matrices and tables normal with the configuration's `initializer_range`,
 /// norms 1, biases 0. An element is a function of (seed, tensor's name, index), so any sharding over any
@@ -31,9 +35,12 @@ impl TensorSource for RandomWeights {
             out.fill(0.0);
         } else {
             let stream = self.seed ^ xxh3_64(name.as_bytes());
-            for (index, value) in (first..).zip(out) {
-                *value = self.deviation * rng::normal(stream, index);
-            }
+            out.par_chunks_mut(PIECE).enumerate().for_each(|(index, piece)| {
+                let first = first + (index * PIECE) as u64;
+                for (index, value) in (first..).zip(piece) {
+                    *value = self.deviation * rng::normal(stream, index);
+                }
+            });
         }
         Ok(())
     }

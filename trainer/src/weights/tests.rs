@@ -53,6 +53,11 @@ fn random_weights_do_not_depend_on_who_asks() {
     // The deviation of 3072 samples is within 4 standard errors (σ/√2n) of the asked one.
     let variance = whole.iter().map(|x| x * x).sum::<f32>() / whole.len() as f32;
     assert!((variance.sqrt() / 0.02 - 1.0).abs() < 4.0 / (2.0 * 3072f32).sqrt());
+    // A piece longer than one thread's part.
+    let mut table = vec![0.0; 40_000];
+    weights.read("lm_head.weight", 0, &mut table).unwrap();
+    weights.read("lm_head.weight", 39_900, &mut part).unwrap();
+    assert_eq!(part, table[39_900..]);
     weights.read("model.norm.weight", 0, &mut part).unwrap();
     assert!(part.iter().all(|x| *x == 1.0));
     weights.read("model.layers.0.self_attn.q_proj.bias", 0, &mut part).unwrap();

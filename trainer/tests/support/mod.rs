@@ -68,7 +68,7 @@ pub fn adamw(beta1: f64, beta2: f64, weight_decay: f64) -> Optimizer {
 }
 
 pub fn constant(base: f64) -> Schedule {
-    Schedule { base, decay: Decay::Constant, convention: Convention::HuggingFace, warmup: 0, total: 1 }
+    Schedule { base, decay: Decay::Constant, convention: Convention::HuggingFace, min_ratio: 0.0, warmup: 0, total: 1 }
 }
 
 /// More than any test model needs.

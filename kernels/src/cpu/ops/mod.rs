@@ -2,8 +2,9 @@
 //!
 //! Laws of this folder: inputs are widened to f32 and sums taken in f32 (f64 for norms); work is split
 //! between threads over rows, heads or columns, or into blocks whose size does not depend on the number of
-//! threads, so that results have the same bits on any machine of one instruction set; after the first calls
-//! nothing is allocated here: temporary memory is [`with_scratch`]'s.
+//! threads, so that results have the same bits on any machine of one instruction set; temporary memory is
+//! [`with_scratch`]'s, which after the first calls does not grow (the packing buffers inside a product are
+//! `matrixmultiply`'s: it takes and frees them in each call).
 
 pub mod attention;
 pub mod attention_plain;

@@ -52,8 +52,11 @@ pub fn rmsnorm_backward_weight<T: Element, G: Element>(
     into: Into,
 ) {
     let hidden = d_weight.len();
-    column_sums(rstd.len(), d_weight, into, |t, column| {
-        let at = t * hidden + column;
-        d_out[at].widen() * (x[at].widen() * rstd[t])
+    column_sums(rstd.len(), d_weight, into, |t, columns, sums| {
+        let row = t * hidden;
+        let (d_out, x) = (&d_out[row..][columns.clone()], &x[row..][columns]);
+        for ((sum, d), x) in sums.iter_mut().zip(d_out).zip(x) {
+            *sum += d.widen() * (x.widen() * rstd[t]);
+        }
     });
 }

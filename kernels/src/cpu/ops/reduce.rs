@@ -3,6 +3,7 @@
 use super::{Element, store, vectorised};
 use crate::ops::{Into, control};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Elements that are summed in one go; larger sums are trees over such leaves.
 const LEAF: usize = 4096;
@@ -50,18 +51,24 @@ fn tree<T: Sync, S: Send>(values: &[T], leaf: &(impl Fn(&[T]) -> S + Sync), add:
     add(left, right)
 }
 
-/// `target[c] (+)= Σ_{t<rows} term(t, c)`, rows in order in blocks of [`ROWS`].
-pub fn column_sums<G: Element>(rows: usize, target: &mut [G], into: Into, term: impl Fn(usize, usize) -> f32 + Sync) {
+/// `target[c] (+)= Σ_{t<rows} term(t, c)`, rows in order in blocks of [`ROWS`]. `add(t, columns, sums)` adds
+/// row t's terms of these columns to `sums`.
+pub fn column_sums<G: Element>(
+    rows: usize,
+    target: &mut [G],
+    into: Into,
+    add: impl Fn(usize, Range<usize>, &mut [f32]) + Sync,
+) {
     target.par_chunks_mut(COLUMNS).enumerate().for_each(|(block, target)| {
-        let first = block * COLUMNS;
+        let columns = block * COLUMNS..block * COLUMNS + target.len();
         let mut total = [0.0f32; COLUMNS];
         for start in (0..rows).step_by(ROWS) {
             let mut partial = [0.0f32; COLUMNS];
-            for t in start..(start + ROWS).min(rows) {
-                for (column, partial) in partial[..target.len()].iter_mut().enumerate() {
-                    *partial += term(t, first + column);
+            vectorised(|| {
+                for t in start..(start + ROWS).min(rows) {
+                    add(t, columns.clone(), &mut partial[..columns.len()]);
                 }
-            }
+            });
             for (total, partial) in total.iter_mut().zip(partial) {
                 *total += partial;
             }
@@ -73,7 +80,11 @@ pub fn column_sums<G: Element>(rows: usize, target: &mut [G], into: Into, term: 
 /// `d_bias (+)= Σ_t d_y[t,:]`. d_y `[T, outputs]`.
 pub fn bias_backward<T: Element, G: Element>(d_y: &[T], tokens: usize, d_bias: &mut [G], into: Into) {
     let outputs = d_bias.len();
-    column_sums(tokens, d_bias, into, |t, column| d_y[t * outputs + column].widen());
+    column_sums(tokens, d_bias, into, |t, columns, sums| {
+        for (sum, d) in sums.iter_mut().zip(&d_y[t * outputs..][columns]) {
+            *sum += d.widen();
+        }
+    });
 }
 
 /// Closes the norm: see [`crate::Operators::norm_finish`]. The result in the layout of [`control`].

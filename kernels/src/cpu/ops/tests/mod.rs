@@ -10,7 +10,7 @@ use super::Element;
 use half::{bf16, f16};
 
 /// A compute type with its unit roundoff: the largest relative error of one rounding.
-trait Rounded: Element {
+trait Rounded: Element + PartialEq + std::fmt::Debug {
     const UNIT: f64;
 }
 

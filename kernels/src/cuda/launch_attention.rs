@@ -1,0 +1,394 @@
+//! Castor's own attention: which of the three programs runs, and how.
+//!
+//! `attention.cu` (tensor cores) for f16 and bf16 up to D = 256 where a block's shared memory suffices,
+//! `attention_any.cu` otherwise, `attention_plain.cu` where the scores shall be materialised.
+
+use super::Ptr;
+use super::launch::{Launcher, aligned, real};
+use super::modules::{Argument, Extent, arguments};
+use super::programs::Program;
+use crate::ops::Attention;
+use crate::{DType, Error, Result};
+use cudarc::driver::sys::CUstream;
+
+/// `Shape` of attention.cu and attention_any.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Shape {
+    sequence: u32,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    packed: u32,
+    aligned: u32,
+    scale: f32,
+}
+// SAFETY: the fields and order of the sources' Shape.
+unsafe impl Argument for Shape {}
+
+/// `Matrix` of attention_plain.cu: strides in elements.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Matrix {
+    head: u64,
+    row: u64,
+    column: u64,
+}
+
+/// `Product` of attention_plain.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Product {
+    left: Matrix,
+    right: Matrix,
+    target: Matrix,
+    m: u32,
+    n: u32,
+    k: u32,
+    left_share: u32,
+    right_share: u32,
+    group: u32,
+    causal: u32,
+    factor: f32,
+}
+// SAFETY: the fields and order of the source's Product; no padding: nine u64, then eight 4-byte values.
+unsafe impl Argument for Product {}
+
+/// The target is lower triangular.
+const TARGET_LOWER: u32 = 1;
+/// The left operand is lower triangular.
+const LEFT_LOWER: u32 = 2;
+/// The left operand is upper triangular (a transposed lower one).
+const LEFT_UPPER: u32 = 3;
+
+/// Largest head dimension of the fused kernels.
+const LARGEST_HEAD: u64 = 256;
+
+/// The operands of one call.
+struct Operands<'a> {
+    all: &'a [Ptr],
+    shape: Attention,
+    dtype: DType,
+}
+
+impl Operands<'_> {
+    fn packed(&self) -> Shape {
+        let shape = self.shape;
+        Shape {
+            sequence: shape.sequence as u32,
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            packed: shape.packed() as u32,
+            aligned: u32::from(shape.head_dim.is_multiple_of(8) && aligned(self.all)),
+            scale: 1.0 / (shape.head_dim as f32).sqrt(),
+        }
+    }
+}
+
+impl Launcher {
+    pub(crate) fn attention(
+        &self,
+        stream: CUstream,
+        qkv: Ptr,
+        out: Ptr,
+        stats: Ptr,
+        scratch: Ptr,
+        shape: Attention,
+    ) -> Result<()> {
+        let dtype = real(qkv.dtype)?;
+        if !shape.fused {
+            return self.plain(stream, qkv, out, stats, scratch, shape);
+        }
+        let program = self.fused_program(dtype, shape)?;
+        let kernel = "attention_forward";
+        let rows = match program {
+            Program::Attention(_, 256) => 64,
+            Program::Attention(..) => 128,
+            _ => 16,
+        };
+        let extent = Extent {
+            grid: (shape.sequence.div_ceil(rows), shape.heads, shape.batch),
+            threads: 128,
+            shared: program.shared_bytes(kernel, shape.head_dim as u32),
+        };
+        let values = Operands { all: &[qkv, out], shape, dtype }.packed();
+        // SAFETY: attention_forward(qkv, out, stats, shape).
+        unsafe {
+            self.modules.launch(
+                stream,
+                program,
+                kernel,
+                extent,
+                arguments![qkv.address, out.address, stats.address, values],
+            )
+        }
+    }
+
+    pub(crate) fn attention_backward(
+        &self,
+        stream: CUstream,
+        qkv: Ptr,
+        out: Ptr,
+        stats: Ptr,
+        d_out: Ptr,
+        d_qkv: Ptr,
+        scratch: Ptr,
+        shape: Attention,
+    ) -> Result<()> {
+        let dtype = real(qkv.dtype)?;
+        if !shape.fused {
+            return self.plain_backward(stream, qkv, out, stats, d_out, d_qkv, scratch, shape);
+        }
+        let program = self.fused_program(dtype, shape)?;
+        let (rows, slices) = match program {
+            Program::Attention(_, 256) => (64, 2),
+            Program::Attention(..) => (64, 1),
+            _ => (16, 1),
+        };
+        let values = Operands { all: &[qkv, d_out, d_qkv], shape, dtype }.packed();
+        let all_rows = shape.tokens() * shape.heads;
+        let extent = |kernel, heads| Extent {
+            grid: (shape.sequence.div_ceil(rows), heads, shape.batch),
+            threads: 128,
+            shared: program.shared_bytes(kernel, shape.head_dim as u32),
+        };
+        // SAFETY: attention_delta(out, d_out, delta, shape, rows); attention_backward_*(qkv, d_out, stats,
+        // delta, d_qkv, shape). `scratch` holds f32 [B,H,S].
+        unsafe {
+            self.modules.launch(
+                stream,
+                program,
+                "attention_delta",
+                Extent::row(all_rows.div_ceil(4), 128),
+                arguments![out.address, d_out.address, scratch.address, values, all_rows],
+            )?;
+            for (kernel, heads) in
+                [("attention_backward_kv", shape.kv_heads * slices), ("attention_backward_q", shape.heads)]
+            {
+                self.modules.launch(
+                    stream,
+                    program,
+                    kernel,
+                    extent(kernel, heads),
+                    arguments![qkv.address, d_out.address, stats.address, scratch.address, d_qkv.address, values],
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// f32 [B,H,S] for the fused backward; two of f32 [H,S,S] for the plain path.
+    pub(crate) fn attention_scratch_bytes(&self, shape: Attention, _dtype: DType) -> u64 {
+        if shape.fused {
+            shape.tokens() * shape.heads * 4
+        } else {
+            2 * shape.heads * shape.sequence * shape.sequence * 4
+        }
+    }
+
+    fn fused_program(&self, dtype: DType, shape: Attention) -> Result<Program> {
+        if shape.head_dim > LARGEST_HEAD {
+            return Err(Error::Unsupported {
+                what: format!("fused attention with a head of {}", shape.head_dim),
+                backend: "cuda",
+                instead: format!("heads of at most {LARGEST_HEAD}, or plain attention"),
+            });
+        }
+        let head = if shape.head_dim <= 64 { 64 } else { shape.head_dim.next_power_of_two() as u32 };
+        let fast = Program::Attention(dtype, head);
+        let fits = fast.shared_bytes("attention_backward_kv", 0) <= self.modules.shared_limit;
+        Ok(if dtype != DType::F32 && fits { fast } else { Program::AttentionAny(dtype) })
+    }
+
+    /// One product of the plain path, over all of a sequence's heads.
+    fn product(&self, stream: CUstream, dtype: DType, addresses: [u64; 3], heads: u64, p: Product) -> Result<()> {
+        let [left, right, target] = addresses;
+        let kernel = if p.causal == TARGET_LOWER { "product_scores" } else { "product_values" };
+        let extent =
+            Extent { grid: (u64::from(p.n).div_ceil(64), u64::from(p.m).div_ceil(64), heads), threads: 256, shared: 0 };
+        // SAFETY: product_*(left, right, target, product).
+        unsafe {
+            self.modules.launch(
+                stream,
+                Program::AttentionPlain(dtype),
+                kernel,
+                extent,
+                arguments![left, right, target, p],
+            )
+        }
+    }
+
+    fn plain(&self, stream: CUstream, qkv: Ptr, out: Ptr, stats: Ptr, scratch: Ptr, shape: Attention) -> Result<()> {
+        let p = Plain::new(qkv.dtype, shape);
+        for sequence in 0..shape.batch {
+            let [q, k, v] = p.heads_of(qkv.address, sequence);
+            let stats = stats.address + sequence * shape.heads * shape.sequence * 4;
+            self.product(stream, qkv.dtype, [q, k, scratch.address], shape.heads, p.scores())?;
+            // SAFETY: softmax(scores, stats, sequence).
+            unsafe {
+                self.modules.launch(
+                    stream,
+                    Program::AttentionPlain(qkv.dtype),
+                    "softmax",
+                    Extent::area(shape.sequence, shape.heads, 256),
+                    arguments![scratch.address, stats, shape.sequence as u32],
+                )?;
+            }
+            let target = out.address + sequence * shape.sequence * p.out_row * p.size;
+            self.product(stream, qkv.dtype, [scratch.address, v, target], shape.heads, p.values(p.out_row))?;
+        }
+        Ok(())
+    }
+
+    fn plain_backward(
+        &self,
+        stream: CUstream,
+        qkv: Ptr,
+        out: Ptr,
+        stats: Ptr,
+        d_out: Ptr,
+        d_qkv: Ptr,
+        scratch: Ptr,
+        shape: Attention,
+    ) -> Result<()> {
+        let p = Plain::new(qkv.dtype, shape);
+        let probabilities = scratch.address;
+        let gradients = probabilities + shape.heads * p.square * 4;
+        for sequence in 0..shape.batch {
+            let [q, k, v] = p.heads_of(qkv.address, sequence);
+            let [d_q, d_k, d_v] = p.heads_of(d_qkv.address, sequence);
+            let stats = stats.address + sequence * shape.heads * shape.sequence * 4;
+            let rows = sequence * shape.sequence * p.out_row * p.size;
+            let (out, d_out) = (out.address + rows, d_out.address + rows);
+            self.product(stream, qkv.dtype, [q, k, probabilities], shape.heads, p.scores())?;
+            self.product(stream, qkv.dtype, [d_out, v, gradients], shape.heads, p.score_gradients())?;
+            // SAFETY: softmax_backward(scores, gradients, stats, out, d_out, sequence, heads, head_dim).
+            unsafe {
+                self.modules.launch(
+                    stream,
+                    Program::AttentionPlain(qkv.dtype),
+                    "softmax_backward",
+                    Extent::area(shape.sequence, shape.heads, 256),
+                    arguments![
+                        probabilities,
+                        gradients,
+                        stats,
+                        out,
+                        d_out,
+                        shape.sequence as u32,
+                        shape.heads as u32,
+                        shape.head_dim as u32
+                    ],
+                )?;
+            }
+            let value = p.transposed(Matrix { head: shape.head_dim, row: p.out_row, column: 1 }, 1.0);
+            self.product(stream, qkv.dtype, [probabilities, d_out, d_v], shape.kv_heads, value)?;
+            let key = p.transposed(p.packed, p.scale);
+            self.product(stream, qkv.dtype, [gradients, q, d_k], shape.kv_heads, key)?;
+            let query = Product { factor: p.scale, target: p.packed, ..p.values(0) };
+            self.product(stream, qkv.dtype, [gradients, k, d_q], shape.heads, query)?;
+        }
+        Ok(())
+    }
+}
+
+/// The products of the plain path, for one sequence.
+struct Plain {
+    shape: Attention,
+    /// Bytes of an element.
+    size: u64,
+    /// S²
+    square: u64,
+    /// H·D
+    out_row: u64,
+    scale: f32,
+    /// Heads within packed qkv.
+    packed: Matrix,
+}
+
+impl Plain {
+    fn new(dtype: DType, shape: Attention) -> Plain {
+        Plain {
+            shape,
+            size: dtype.bytes(1),
+            square: shape.sequence * shape.sequence,
+            out_row: shape.heads * shape.head_dim,
+            scale: 1.0 / (shape.head_dim as f32).sqrt(),
+            packed: Matrix { head: shape.head_dim, row: shape.packed(), column: 1 },
+        }
+    }
+
+    /// Addresses of the first q, k and v head of a sequence.
+    fn heads_of(&self, packed: u64, sequence: u64) -> [u64; 3] {
+        let base = packed + sequence * self.shape.sequence * self.shape.packed() * self.size;
+        let head = self.shape.head_dim * self.size;
+        [base, base + self.shape.heads * head, base + (self.shape.heads + self.shape.kv_heads) * head]
+    }
+
+    fn transposed_heads(&self) -> Matrix {
+        Matrix { row: 1, column: self.packed.row, ..self.packed }
+    }
+
+    fn squares(&self) -> Matrix {
+        Matrix { head: self.square, row: self.shape.sequence, column: 1 }
+    }
+
+    fn share(&self) -> u32 {
+        (self.shape.heads / self.shape.kv_heads) as u32
+    }
+
+    /// `[H,S,S] = scale · q · kᵀ`
+    fn scores(&self) -> Product {
+        Product {
+            left: self.packed,
+            right: self.transposed_heads(),
+            target: self.squares(),
+            m: self.shape.sequence as u32,
+            n: self.shape.sequence as u32,
+            k: self.shape.head_dim as u32,
+            left_share: 1,
+            right_share: self.share(),
+            group: 1,
+            causal: TARGET_LOWER,
+            factor: self.scale,
+        }
+    }
+
+    /// `[H,S,S] = d_out · vᵀ`
+    fn score_gradients(&self) -> Product {
+        let left = Matrix { head: self.shape.head_dim, row: self.out_row, column: 1 };
+        Product { left, factor: 1.0, ..self.scores() }
+    }
+
+    /// `[H,S,D] = [H,S,S] · packed heads`, rows of the target `row` apart.
+    fn values(&self, row: u64) -> Product {
+        Product {
+            left: self.squares(),
+            right: self.packed,
+            target: Matrix { head: self.shape.head_dim, row, column: 1 },
+            m: self.shape.sequence as u32,
+            n: self.shape.head_dim as u32,
+            k: self.shape.sequence as u32,
+            left_share: 1,
+            right_share: self.share(),
+            group: 1,
+            causal: LEFT_LOWER,
+            factor: 1.0,
+        }
+    }
+
+    /// `[K,S,D] = factor · Σ_group [H,S,S]ᵀ · heads of right`
+    fn transposed(&self, right: Matrix, factor: f32) -> Product {
+        Product {
+            left: Matrix { head: self.square, row: 1, column: self.shape.sequence },
+            right,
+            target: self.packed,
+            right_share: 1,
+            group: self.share(),
+            causal: LEFT_UPPER,
+            factor,
+            ..self.values(0)
+        }
+    }
+}

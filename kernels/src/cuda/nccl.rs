@@ -1,0 +1,201 @@
+//! Sums and gathers across GPUs through NCCL, on the collective stream.
+//!
+//! Bound here and not through generated bindings: those do not find `libnccl.so.2` where PyTorch installs it,
+//! and return C enums as Rust enums. One communicator per rank, made over the ranks' [`Link`].
+//!
+//! NCCL adds in its own order, which is fixed for a given machine and world: results repeat, but with more
+//! than two ranks they can differ in the last bits from the CPU backend's rank order.
+
+use super::Ptr;
+use super::loader::nccl_function;
+use crate::link::Link;
+use crate::{DType, Error, Result};
+use cudarc::driver::sys::CUstream;
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+/// `ncclUniqueId`
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([u8; 128]);
+
+type Comm = *mut c_void;
+
+struct Library {
+    unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
+    init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int,
+    async_error: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
+    abort: unsafe extern "C" fn(Comm) -> c_int,
+    destroy: unsafe extern "C" fn(Comm) -> c_int,
+    error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+    last_error: unsafe extern "C" fn(Comm) -> *const c_char,
+    all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, CUstream) -> c_int,
+    reduce_scatter: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, CUstream) -> c_int,
+    all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, CUstream) -> c_int,
+}
+
+/// `ncclSum`
+const SUM: c_int = 0;
+/// `ncclUint8`
+const BYTES: c_int = 1;
+/// `ncclInProgress`
+const IN_PROGRESS: c_int = 7;
+
+/// One rank's communicator.
+pub(crate) struct Nccl {
+    library: Library,
+    comm: Comm,
+    rank: u32,
+}
+
+// SAFETY: used by the step's thread only.
+unsafe impl Send for Nccl {}
+// SAFETY: as above.
+unsafe impl Sync for Nccl {}
+
+impl Nccl {
+    /// Joins the ranks of `link`. Blocks until all have come.
+    pub(crate) fn new(link: &Link) -> Result<Self> {
+        // SAFETY: the C types of nccl.h, version 2.
+        let library = unsafe {
+            Library {
+                unique_id: nccl_function("ncclGetUniqueId")?,
+                init_rank: nccl_function("ncclCommInitRank")?,
+                async_error: nccl_function("ncclCommGetAsyncError")?,
+                abort: nccl_function("ncclCommAbort")?,
+                destroy: nccl_function("ncclCommDestroy")?,
+                error_string: nccl_function("ncclGetErrorString")?,
+                last_error: nccl_function("ncclGetLastError")?,
+                all_gather: nccl_function("ncclAllGather")?,
+                reduce_scatter: nccl_function("ncclReduceScatter")?,
+                all_reduce: nccl_function("ncclAllReduce")?,
+            }
+        };
+        let mut nccl = Nccl { library, comm: std::ptr::null_mut(), rank: link.rank() };
+        let mut id = UniqueId([0; 128]);
+        let mut made = Ok(());
+        if link.rank() == 0 {
+            // SAFETY: writes one id.
+            made = nccl.check("ncclGetUniqueId", unsafe { (nccl.library.unique_id)(&mut id) });
+        }
+        // Exchanged even after a failure, so that the others do not wait for it.
+        let told = link.exchange(if link.rank() == 0 && made.is_ok() { &id.0 } else { &[] })?;
+        made?;
+        let id = told.first().and_then(|bytes| <[u8; 128]>::try_from(bytes.as_slice()).ok());
+        let Some(id) = id else {
+            return Err(Error::Peer { rank: 0, reason: "it could not start NCCL; see its own message".into() });
+        };
+        // SAFETY: writes one communicator; the context of this rank's device is current.
+        let status = unsafe {
+            (nccl.library.init_rank)(&mut nccl.comm, link.world() as c_int, UniqueId(id), link.rank() as c_int)
+        };
+        if status != 0 {
+            // What a failed call left in the handle is not ours to destroy.
+            nccl.comm = std::ptr::null_mut();
+        }
+        nccl.check("ncclCommInitRank", status)?;
+        Ok(nccl)
+    }
+
+    fn check(&self, call: &str, status: c_int) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        let text = |pointer: *const c_char| {
+            if pointer.is_null() {
+                return String::new();
+            }
+            // SAFETY: NCCL returns static, NUL-terminated text.
+            unsafe { CStr::from_ptr(pointer) }.to_string_lossy().replace('\n', " ")
+        };
+        // SAFETY: both take any value; the communicator may be null.
+        let (name, last) =
+            unsafe { (text((self.library.error_string)(status)), text((self.library.last_error)(self.comm))) };
+        Err(Error::Device {
+            call: call.to_owned(),
+            reason: format!(
+                "rank {}: NCCL: {name}{}{last}; NCCL_DEBUG=WARN says more",
+                self.rank,
+                if last.is_empty() { "" } else { ": " }
+            ),
+        })
+    }
+
+    /// A failure noticed by NCCL's own threads, such as a peer that is gone.
+    pub(crate) fn failure(&self) -> Result<()> {
+        let mut state = 0;
+        // SAFETY: a live communicator; writes one int.
+        let status = unsafe { (self.library.async_error)(self.comm, &mut state) };
+        self.check("ncclCommGetAsyncError", status)?;
+        if state == IN_PROGRESS { Ok(()) } else { self.check("a collective", state) }
+    }
+
+    /// `full` becomes the shards in rank order.
+    pub(crate) fn all_gather(&self, stream: CUstream, shard: Ptr, full: Ptr) -> Result<()> {
+        // Bytes are bytes: any type can be gathered.
+        let count = shard.dtype.bytes(shard.elements) as usize;
+        // SAFETY: device memory checked against its arena; sizes checked by the caller.
+        let status = unsafe {
+            (self.library.all_gather)(shard.address as _, full.address as _, count, BYTES, self.comm, stream)
+        };
+        self.check("ncclAllGather", status)
+    }
+
+    /// `shard` becomes this rank's part of the sum.
+    pub(crate) fn reduce_scatter(&self, stream: CUstream, full: Ptr, shard: Ptr) -> Result<()> {
+        let (count, dtype) = (shard.elements as usize, data_type(shard.dtype)?);
+        // SAFETY: as above.
+        let status = unsafe {
+            (self.library.reduce_scatter)(full.address as _, shard.address as _, count, dtype, SUM, self.comm, stream)
+        };
+        self.check("ncclReduceScatter", status)
+    }
+
+    /// `view` becomes the sum.
+    pub(crate) fn all_reduce(&self, stream: CUstream, view: Ptr) -> Result<()> {
+        let (count, dtype) = (view.elements as usize, data_type(view.dtype)?);
+        // SAFETY: as above; in place is allowed.
+        let status = unsafe {
+            (self.library.all_reduce)(view.address as _, view.address as _, count, dtype, SUM, self.comm, stream)
+        };
+        self.check("ncclAllReduce", status)
+    }
+}
+
+impl Nccl {
+    /// Ends the communicator without waiting for anyone, after a failure.
+    pub(crate) fn abort(&mut self) {
+        let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
+        if !comm.is_null() {
+            // SAFETY: a live communicator, ended once.
+            unsafe { (self.library.abort)(comm) };
+        }
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        if self.comm.is_null() {
+            return;
+        }
+        // A communicator that failed would wait for its peers for ever if it were destroyed politely.
+        let end = if self.failure().is_err() { self.library.abort } else { self.library.destroy };
+        // SAFETY: a live communicator, ended once.
+        unsafe { end(self.comm) };
+    }
+}
+
+/// `ncclDataType_t`
+fn data_type(dtype: DType) -> Result<c_int> {
+    match dtype {
+        DType::I32 => Ok(2),
+        DType::F16 => Ok(6),
+        DType::F32 => Ok(7),
+        DType::F64 => Ok(8),
+        DType::Bf16 => Ok(9),
+        other => Err(Error::Unsupported {
+            what: format!("a collective over {other:?}"),
+            backend: "cuda",
+            instead: "f32, f64, f16, bf16 or i32".into(),
+        }),
+    }
+}

@@ -1,0 +1,114 @@
+//! `castor plan`: what would be where, what would move, whether it fits. Nothing is allocated.
+
+use crate::account;
+use crate::engine::Blueprint;
+use crate::error::Result;
+use crate::rendezvous::World;
+use crate::session::{self, Hardware};
+use crate::settings::Settings;
+use castor_kernels::Tier;
+use castor_runtime::plan::Plan;
+use castor_runtime::{Bytes, Role};
+use serde_json::json;
+use std::collections::BTreeMap;
+
+/// Plans the run of `settings` on `ranks` ranks (the environment's number if none is given) and prints the plan.
+///
+/// # Errors
+/// [`crate::error::Error::DoesNotFit`] with numbers, or bad input.
+pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()> {
+    let (config, notices) = settings.model_shape()?;
+    let parameters = config.parameters();
+    // The plan is for one rank of many like it; only this one's hardware is looked at.
+    let hardware = Hardware::open(settings, &World::alone())?;
+    let world = ranks.unwrap_or(World::from_env()?.world);
+    let steps = settings.max_steps.unwrap_or(1);
+    let options = session::options(
+        settings,
+        config,
+        settings.max_length as u64,
+        settings.batch_size,
+        settings.gradient_accumulation_steps,
+        steps,
+    );
+    let (blueprint, plan) = session::plan(settings, options, &*hardware.backend, world, &hardware.budgets)?;
+    if as_json {
+        println!("{}", as_value(&blueprint, &plan, parameters));
+        return Ok(());
+    }
+    for notice in notices.iter().chain(&hardware.notices) {
+        eprintln!("castor: {notice}");
+    }
+    println!("{parameters} parameters on {world} ranks, {} chunks", blueprint.layout().chunk_ids().count());
+    print!("{}", account::plan_lines(&plan, blueprint.layout(), &plan.predicted.ledger));
+    for (role, tiers) in by_role(&blueprint, &plan) {
+        let tiers: Vec<String> = tiers.iter().map(|(tier, bytes)| format!("{tier} {}", Bytes(*bytes))).collect();
+        println!("  {:<13} {}", Role::name(role), tiers.join(", "));
+    }
+    let keep = &blueprint.options().keep;
+    let mut levels: BTreeMap<String, usize> = BTreeMap::new();
+    for level in keep {
+        *levels.entry(format!("{level:?}").to_lowercase()).or_default() += 1;
+    }
+    let levels: Vec<String> = levels.iter().map(|(level, blocks)| format!("{level} × {blocks}")).collect();
+    println!("  blocks keep   {}", levels.join(", "));
+    if let Some((index, worst)) = plan.predicted.ticks[0]
+        .iter()
+        .enumerate()
+        .max_by_key(|(_, tick)| tick.live[Tier::Device.index()].iter().sum::<u64>())
+    {
+        println!(
+            "  worst tick    {index} ({} of {}): {} live on the device",
+            worst.name,
+            blueprint.layout().group(worst.group).name,
+            Bytes(worst.live[Tier::Device.index()].iter().sum())
+        );
+    }
+    Ok(())
+}
+
+fn by_role(blueprint: &Blueprint, plan: &Plan) -> BTreeMap<Role, BTreeMap<Tier, u64>> {
+    let layout = blueprint.layout();
+    let mut roles: BTreeMap<Role, BTreeMap<Tier, u64>> = BTreeMap::new();
+    for chunk in layout.chunk_ids() {
+        if let Some(tier) = plan.placement.homes[chunk.index()] {
+            *roles.entry(chunk.role()).or_default().entry(tier).or_default() += layout.stored_bytes(chunk);
+        }
+    }
+    roles
+}
+
+fn as_value(blueprint: &Blueprint, plan: &Plan, parameters: u64) -> serde_json::Value {
+    let layout = blueprint.layout();
+    let tiers = Tier::ALL.map(|tier| {
+        json!({
+            "tier": tier,
+            "budget_bytes": plan.budgets.of(tier),
+            "peak_bytes": plan.peak(tier),
+            "users": plan.predicted.ledger.largest_users(tier),
+        })
+    });
+    let homes: Vec<_> = layout
+        .chunk_ids()
+        .map(|chunk| {
+            json!({
+                "group": layout.group(chunk.group()).name,
+                "role": chunk.role(),
+                "bytes": layout.stored_bytes(chunk),
+                "home": plan.placement.homes[chunk.index()],
+            })
+        })
+        .collect();
+    json!({
+        "parameters": parameters,
+        "world": layout.world,
+        "policy": plan.policy,
+        "padding": layout.waste(),
+        "model_bytes_per_rank": layout.model_bytes(),
+        "tiers": tiers,
+        "moved_bytes_per_step": account::moved(&plan.predicted.steady()),
+        "window_peak_bytes": plan.predicted.window_peak,
+        "keep": blueprint.options().keep,
+        "chunks": homes,
+    })
+}

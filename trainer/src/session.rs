@@ -1,0 +1,318 @@
+//! From settings to a run: the hardware of this rank, its budgets, the policy of the plugin, the plan.
+//!
+//! Used by every command that computes ([`crate::train`], [`crate::plan`], parity). It decides nothing that
+//! the settings or the machine have not decided, except what `auto` asks it to.
+
+use crate::activations::{Keep, LOGITS_BYTES};
+use crate::config::ModelConfig;
+use crate::engine::{self, Blueprint, Engine, Options};
+use crate::error::{Error, Result};
+use crate::loss_scale::Dynamic;
+use crate::lr::{Convention, Decay, Schedule};
+use crate::optimizer::Optimizer;
+use crate::parity::{self, Batch};
+use crate::plugin::Placement;
+use crate::rendezvous::World;
+use crate::settings::{
+    BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, StateFormat,
+};
+use crate::source::TensorSource;
+use crate::weights::{HfFolder, RandomWeights};
+use castor_kernels::cpu::{Cpu, CpuOptions};
+use castor_kernels::link::{Link, LinkOptions};
+use castor_kernels::{Backend, DType};
+use castor_runtime::layout::Sharding;
+use castor_runtime::limits;
+use castor_runtime::plan::{Budgets, Plan};
+use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
+use std::path::Path;
+use std::sync::Arc;
+
+/// This rank's hardware and what it may use of it.
+pub struct Hardware {
+    /// The backend.
+    pub backend: Arc<dyn Backend>,
+    /// Bytes per tier.
+    pub budgets: Budgets,
+    /// What to tell the user.
+    pub notices: Vec<String>,
+}
+
+impl Hardware {
+    /// Opens the backend that `settings` ask for, as a rank of `world`.
+    ///
+    /// # Errors
+    /// If CUDA is asked for and not there, a peer does not appear, or a limit cannot be read.
+    pub fn open(settings: &Settings, world: &World) -> Result<Hardware> {
+        let mut notices = Vec::new();
+        let link = match world.world {
+            1 => None,
+            ranks => {
+                let master = world.meeting_address()?;
+                Some(Link::rendezvous(world.rank, ranks, master, world.timeout, LinkOptions::default())?)
+            }
+        };
+        let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {
+            (BackendKind::Cpu, _) => Arc::new(cpu(settings, world, link)?),
+            (BackendKind::Auto, Err(reason)) => {
+                notices.push(format!("no CUDA device, training on the CPU: {reason}"));
+                Arc::new(cpu(settings, world, link)?)
+            }
+            (BackendKind::Cuda, Err(reason)) => return Err(reason.into()),
+            (BackendKind::Cuda | BackendKind::Auto, Ok(devices)) => cuda(settings, world, devices, link)?,
+        };
+        let budgets = budgets(settings, world, &*backend)?;
+        Ok(Hardware { backend, budgets, notices })
+    }
+}
+
+fn cuda(settings: &Settings, world: &World, devices: usize, link: Option<Link>) -> Result<Arc<dyn Backend>> {
+    let ordinal = world.local_rank as usize;
+    if ordinal >= devices {
+        return Err(Error::Usage(format!(
+            "local rank {ordinal} has no GPU: this host has {devices}; start at most {devices} ranks here"
+        )));
+    }
+    let options = castor_kernels::cuda::CudaOptions {
+        ordinal,
+        deterministic: settings.backend.deterministic,
+        link,
+        ..Default::default()
+    };
+    Ok(Arc::new(castor_kernels::cuda::Cuda::new(options)?))
+}
+
+fn cpu(settings: &Settings, world: &World, link: Option<Link>) -> Result<Cpu> {
+    let host = limits::host_available_bytes().unwrap_or(u64::MAX) / u64::from(world.local_world);
+    let rate = |gb_per_s: Option<f64>| gb_per_s.map(|rate| rate * 1e9);
+    let emulated = settings.backend.emulated;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    Ok(Cpu::new(CpuOptions {
+        device_bytes: Some(settings.memory.device.bytes(host / 2)),
+        host_to_device_bytes_per_s: rate(emulated.h2d),
+        device_to_host_bytes_per_s: rate(emulated.d2h),
+        nvme_read_bytes_per_s: rate(emulated.nvme_read),
+        nvme_write_bytes_per_s: rate(emulated.nvme_write),
+        threads: Some((cores / world.local_world as usize).max(1)),
+        link,
+        ..CpuOptions::default()
+    })?)
+}
+
+/// What this rank may use: what the settings say of what the machine has, shared by the ranks of this host.
+fn budgets(settings: &Settings, world: &World, backend: &dyn Backend) -> Result<Budgets> {
+    let memory = &settings.memory;
+    let local = u64::from(world.local_world);
+    let device = backend.device();
+    let host = limits::host_available_bytes().unwrap_or(u64::MAX) / local;
+    // The emulated device is host memory too.
+    let host = if device.backend == "cpu" { host / 2 } else { host };
+    let nvme = match &memory.nvme {
+        None => 0,
+        Some(folder) => {
+            let free = limits::disk_available_bytes(folder).map_err(|error| {
+                Error::Usage(format!("--nvme {}: {error}; give an existing folder on a disk", folder.display()))
+            })?;
+            memory.nvme_capacity.bytes(free / local)
+        }
+    };
+    Ok(Budgets {
+        device: memory.device.bytes(device.available_bytes + device.overhead_bytes),
+        host: memory.host.bytes(host),
+        nvme,
+        nvme_folder: memory.nvme.clone(),
+    })
+}
+
+/// The policy of the plugin.
+pub fn policy(settings: &Settings) -> Box<dyn PlacementPolicy> {
+    match settings.memory.plugin.placement {
+        Placement::Device => Box::new(DevicePolicy),
+        Placement::OptimizerOnHost => Box::new(HostPolicy { parameters: false, optimizer: true }),
+        Placement::Host | Placement::HostFirst => Box::new(HostPolicy { parameters: true, optimizer: true }),
+        Placement::DeviceFirst | Placement::Auto => Box::new(AutoPolicy),
+        Placement::Static => Box::new(StaticPolicy {
+            offload_param_frac: settings.memory.offload_param_frac,
+            offload_optim_frac: settings.memory.offload_optim_frac,
+        }),
+    }
+}
+
+/// What the run computes with, all but the recompute levels, which [`plan`] decides.
+pub fn options(
+    settings: &Settings,
+    config: ModelConfig,
+    sequence: u64,
+    batch: u64,
+    micros: u64,
+    steps: u64,
+) -> Options {
+    let precision = &settings.precision;
+    let parameter = match precision.compute {
+        Precision::Fp32 => DType::F32,
+        Precision::Fp16 => DType::F16,
+        Precision::Bf16 => DType::Bf16,
+    };
+    let gradient = if precision.bf16_gradients { parameter } else { DType::F32 };
+    let moments = match precision.states {
+        StateFormat::Fp32 => DType::F32,
+        StateFormat::Bf16 => DType::Bf16,
+        StateFormat::Int8 => DType::Q8,
+    };
+    let o = &settings.optimizer;
+    let (beta1, beta2) = (f64::from(o.betas.0), f64::from(o.betas.1));
+    let weight_decay = f64::from(o.weight_decay);
+    let optimizer = match o.kind {
+        OptimizerKind::AdamW => Optimizer::AdamW { beta1, beta2, eps: f64::from(o.eps), weight_decay },
+        OptimizerKind::Sophia => {
+            Optimizer::Sophia { beta1, beta2, rho: f64::from(o.sophia_rho), weight_decay, every: o.hessian_interval }
+        }
+    };
+    let schedule = &settings.schedule;
+    let scale = &precision.loss_scale;
+    let preset = settings.memory.plugin.sharding;
+    Options {
+        batch,
+        sequence,
+        micro_batches: micros,
+        formats: engine::formats(parameter, gradient, moments),
+        sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
+        keep: vec![Keep::Block; config.num_hidden_layers as usize],
+        fused_attention: settings.memory.flash_attention,
+        deterministic: settings.backend.deterministic,
+        logits_bytes: LOGITS_BYTES,
+        optimizer: Some(optimizer),
+        max_norm: o.grad_clip.unwrap_or(0.0),
+        schedule: Schedule {
+            base: schedule.lr,
+            decay: match schedule.kind {
+                ScheduleKind::Linear => Decay::Linear,
+                ScheduleKind::Cosine => Decay::Cosine,
+                ScheduleKind::Constant => Decay::Constant,
+            },
+            convention: match schedule.convention {
+                LrConvention::HuggingFace => Convention::HuggingFace,
+                LrConvention::ColossalAi => Convention::ColossalAi,
+            },
+            min_ratio: schedule.min_lr_ratio,
+            warmup: schedule.warmup.steps(steps),
+            total: steps,
+        },
+        loss_scale: (precision.compute == Precision::Fp16).then(|| Dynamic {
+            initial: scale.fixed.unwrap_or(scale.initial),
+            window: scale.growth_interval as u32,
+            hysteresis: scale.hysteresis as u32,
+            floor: scale.fixed.unwrap_or(scale.min),
+            ceiling: scale.fixed.unwrap_or(scale.max),
+        }),
+        seed: settings.seed,
+        evaluates: false,
+        config,
+    }
+}
+
+/// Plans the run for one of `world` ranks. Where the settings leave it open, blocks keep as much as fits: first all blocks keep everything,
+/// then one after the other drops to the next level, and so on.
+///
+/// # Errors
+/// [`Error::DoesNotFit`] with numbers.
+pub fn plan(
+    settings: &Settings,
+    mut options: Options,
+    backend: &dyn Backend,
+    world: u32,
+    budgets: &Budgets,
+) -> Result<(Blueprint, Plan)> {
+    let policy = policy(settings);
+    let blocks = options.config.num_hidden_layers as usize;
+    let mut attempt = |levels: Vec<Keep>| -> Result<(Blueprint, Plan)> {
+        options.keep = levels;
+        let blueprint = Blueprint::for_world(options.clone(), backend, world);
+        let plan = blueprint.plan(backend, &*policy, budgets.clone(), settings.memory.prefetch)?;
+        Ok((blueprint, plan))
+    };
+    match settings.memory.recompute {
+        Recompute::None => return attempt(vec![Keep::All; blocks]),
+        Recompute::Selective => return attempt(vec![Keep::Selective; blocks]),
+        Recompute::Full => return attempt(vec![Keep::Block; blocks]),
+        Recompute::Auto => {}
+    }
+    // Position p of the ladder: every block has come down p / blocks levels, and the first p % blocks one more.
+    let levels = |position: usize| {
+        let level = |block: usize| Keep::ALL[position / blocks + usize::from(block < position % blocks)];
+        (0..blocks).map(level).collect::<Vec<_>>()
+    };
+    let (mut fits, mut low) = ((Keep::ALL.len() - 1) * blocks, 0);
+    let mut best = attempt(levels(fits))?;
+    while low < fits {
+        let middle = (low + fits) / 2;
+        match attempt(levels(middle)) {
+            Ok(planned) if planned.1.placement.homes == best.1.placement.homes => {
+                best = planned;
+                fits = middle;
+            }
+            Ok(_) | Err(Error::DoesNotFit(_)) => low = middle + 1,
+            Err(other) => return Err(other),
+        }
+    }
+    Ok(best)
+}
+
+/// An engine with its weights: those of `--model`, or random ones.
+///
+/// # Errors
+/// If memory or a weight file is refused.
+pub fn engine(
+    settings: &Settings,
+    backend: Arc<dyn Backend>,
+    blueprint: &Blueprint,
+    plan: Plan,
+) -> Result<(Engine, Vec<String>)> {
+    let config = blueprint.options().config.clone();
+    let (source, notices): (Box<dyn TensorSource>, Vec<String>) = match &settings.model {
+        Some(folder) => {
+            let (folder, notices) = HfFolder::open(folder, &config)?;
+            (Box::new(folder), notices)
+        }
+        None => (Box::new(RandomWeights::new(&config, settings.seed)), Vec::new()),
+    };
+    let driver = backend.device().overhead_bytes;
+    let mut engine = Engine::new(backend, blueprint, plan)?;
+    engine.manager().reserve_driver(driver);
+    engine.load(&*source)?;
+    Ok((engine, notices))
+}
+
+/// `castor parity`: one forward and backward on a batch, printed and held against what is expected.
+///
+/// # Errors
+/// [`Error::Failed`] (exit 1) if a tensor is off by more than `tolerance`; bad input; what the world refuses.
+pub fn parity(
+    settings: &Settings,
+    batch: &Path,
+    expect: Option<&Path>,
+    out: Option<&Path>,
+    tolerance: f64,
+) -> Result<()> {
+    let batch = Batch::read(batch)?;
+    let world = World::from_env()?;
+    let (config, notices) = settings.model_shape()?;
+    let hardware = Hardware::open(settings, &world)?;
+    let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
+    options.evaluates = true;
+    let (blueprint, plan) = plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
+    let (mut engine, said) = engine(settings, Arc::clone(&hardware.backend), &blueprint, plan)?;
+    let report = parity::run(&mut engine, &batch, expect, out, tolerance)?;
+    if world.rank == 0 {
+        for notice in notices.iter().chain(&hardware.notices).chain(&said) {
+            eprintln!("castor: {notice}");
+        }
+        print!("{report}");
+    }
+    match report.worst() {
+        Some((name, error)) if !report.passed() => {
+            Err(Error::Failed(format!("{name} is off by {error:.2e}, more than --tolerance {tolerance:.0e}")))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,359 @@
+//! `castor train`: the loop over steps, and what it says and writes.
+
+use crate::config::ModelConfig;
+use crate::data::{self, PackedRows, Sampler, held_out};
+use crate::engine::{Engine, Outcome, StepInputs, StepResult};
+use crate::error::{Error, Result};
+use crate::inputs::MicroBatch;
+use crate::rendezvous::World;
+use crate::report::log::{self, RunLog};
+use crate::report::metrics::{self, Header, TrainMetrics};
+use crate::report::progress::{self, Progress, StepRecord};
+use crate::report::{self, PAGE, html};
+use crate::session::{self, Hardware};
+use crate::settings::Settings;
+use crate::source::Rows;
+use crate::{account, step_rows::StepRows};
+use castor_kernels::Tier;
+use castor_runtime::Pass;
+use serde_json::json;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Trains as `settings` say, as the rank that the environment names.
+///
+/// # Errors
+/// [`Error::Usage`] for bad input, [`Error::DoesNotFit`] before anything is allocated, [`Error::Interrupted`]
+/// after a signal, and what the world refuses.
+pub fn main(settings: &Settings) -> Result<()> {
+    let world = World::from_env()?;
+    let speaks = world.rank == 0;
+    let (config, mut notices) = settings.model_shape()?;
+    let (rows, said) = data::open(&settings.data, &settings.tokenizer, settings.max_length, config.vocab_size)?;
+    notices.extend(said);
+    notices.extend(settings.notices.iter().cloned());
+    let (training, evaluation) = held_out(rows.len(), settings.output.eval_fraction);
+    let sampler = Sampler::new(
+        training.end,
+        settings.order,
+        world.rank,
+        world.world,
+        settings.batch_size,
+        settings.gradient_accumulation_steps,
+    );
+    let steps = settings.max_steps.unwrap_or_else(|| sampler.steps(settings.num_epochs));
+    if steps == 0 {
+        return Err(Error::Usage("--max_steps 0 asks for no training; give at least 1".into()));
+    }
+    let hardware = Hardware::open(settings, &world)?;
+    notices.extend(hardware.notices.iter().cloned());
+    let micros = settings
+        .gradient_accumulation_steps
+        .min(sampler.rows_in(0).div_ceil(u64::from(world.world) * settings.batch_size));
+    let mut options =
+        session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
+    options.evaluates = !evaluation.is_empty();
+    let (blueprint, plan) = session::plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
+    let (engine, said) = session::engine(settings, Arc::clone(&hardware.backend), &blueprint, plan)?;
+    notices.extend(said);
+    let stop = Arc::new(AtomicBool::new(false));
+    let signal = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    for kind in [SIGTERM, SIGINT] {
+        let register = || {
+            signal_hook::flag::register(kind, Arc::clone(&stop))?;
+            signal_hook::flag::register_usize(kind, Arc::clone(&signal), kind as usize)
+        };
+        register().map_err(|error| Error::Failed(format!("signal {kind} cannot be watched: {error}")))?;
+    }
+    let mut run = Run {
+        settings,
+        world: &world,
+        config: &config,
+        rows: &rows,
+        evaluation,
+        sampler,
+        steps,
+        engine,
+        stop,
+        speaks,
+        progress: Progress::quiet(steps),
+        log: None,
+        losses: 0.0,
+        records: 0,
+        skipped: 0,
+        tokens: 0,
+        samples: 0,
+    };
+    if speaks {
+        run.introduce(&notices)?;
+    }
+    let began = Instant::now();
+    let outcome = run.train();
+    let seconds = began.elapsed().as_secs_f64();
+    match outcome {
+        // A failure in the middle of the step leaves the figures of what was reached (known faults E).
+        Err(error) => {
+            if speaks {
+                let peak = run.engine.manager().ledger().total(Tier::Device);
+                eprintln!("castor: the run ended in step {}; {}", run.records + 1, metrics::max_cuda_usage(peak));
+            }
+            Err(error)
+        }
+        Ok(finished) => {
+            run.conclude(seconds)?;
+            match signal.load(Ordering::Relaxed) {
+                0 if finished => Ok(()),
+                0 => Err(Error::Interrupted(SIGTERM)),
+                signal => Err(Error::Interrupted(signal as i32)),
+            }
+        }
+    }
+}
+
+struct Run<'a> {
+    settings: &'a Settings,
+    world: &'a World,
+    config: &'a ModelConfig,
+    rows: &'a PackedRows,
+    evaluation: std::ops::Range<u64>,
+    sampler: Sampler,
+    steps: u64,
+    engine: Engine,
+    stop: Arc<AtomicBool>,
+    speaks: bool,
+    progress: Progress,
+    log: Option<RunLog>,
+    losses: f64,
+    records: u64,
+    skipped: u64,
+    tokens: u64,
+    samples: u64,
+}
+
+impl Run<'_> {
+    /// What is said before the first step.
+    fn introduce(&mut self, notices: &[String]) -> Result<()> {
+        let directory = &self.settings.output.dir;
+        std::fs::create_dir_all(directory).map_err(|error| {
+            Error::Usage(format!("--output_dir {}: {error}; give a folder that can be written", directory.display()))
+        })?;
+        for notice in notices {
+            eprintln!("castor: {notice}");
+        }
+        let budgets = self.engine.manager().plan().budgets.clone();
+        let ledger = *self.engine.manager().ledger();
+        eprint!("{}", account::placement(self.engine.manager()));
+        let header = Header {
+            examples: self
+                .sampler
+                .rows_per_step()
+                .max(self.rows.len() - self.evaluation_rows())
+                .min(self.rows.len() - self.evaluation_rows()),
+            epochs: (self.steps as f64 / self.sampler.steps_per_epoch() as f64).ceil() as u64,
+            batch_per_device: self.settings.batch_size,
+            total_batch: self.sampler.rows_per_step(),
+            accumulation: self.settings.gradient_accumulation_steps,
+            steps: self.steps,
+            parameters: self.config.parameters(),
+        };
+        print!("{}", header.block());
+        println!("{}", metrics::model_params(self.config.parameters()));
+        println!("{}", metrics::booster_init_cuda(ledger.total(Tier::Device)));
+        println!("{}", metrics::booster_init_cpu(report::peak_host_bytes().unwrap_or(0)));
+        let device = self.engine.manager().backend().device();
+        self.log = Some(RunLog::begin(
+            directory,
+            json!({
+                "castor": env!("CARGO_PKG_VERSION"),
+                "world": self.world.world,
+                "plugin": self.settings.memory.plugin.name,
+                "backend": device.backend,
+                "device": device.name,
+                "parameters": self.config.parameters(),
+                "steps": self.steps,
+            }),
+        )?);
+        let logging = match self.settings.output.logging {
+            crate::settings::Every::Steps(steps) => steps,
+            crate::settings::Every::Fraction(part) => ((self.steps as f64 * part).ceil() as u64).max(1),
+            crate::settings::Every::Never => self.steps,
+        };
+        let shown = progress::Budgets { device: budgets.device, host: budgets.host, nvme: budgets.nvme };
+        self.progress = Progress::start(self.steps, 0, logging, shown);
+        Ok(())
+    }
+
+    fn evaluation_rows(&self) -> u64 {
+        self.evaluation.end - self.evaluation.start
+    }
+
+    /// All steps. Returns false if a signal ended them early.
+    fn train(&mut self) -> Result<bool> {
+        let mut batch = StepRows::new(self.settings.max_length);
+        let mut began = Instant::now();
+        let mut open: Option<StepRecord> = None;
+        for step in 0..self.steps {
+            batch.fill(self.rows, &self.sampler.step(step))?;
+            let (tokens, stop) = self.agree(batch.counted())?;
+            if stop {
+                self.close(open, None)?;
+                return Ok(false);
+            }
+            let micros: Vec<MicroBatch> = batch.micros().collect();
+            let result = self.engine.step(&StepInputs { micros: &micros, tokens })?;
+            let rows = self.sampler.rows_in(step);
+            self.samples += rows;
+            self.tokens += rows * self.settings.max_length as u64;
+            let seconds = began.elapsed().as_secs_f64();
+            began = Instant::now();
+            let (epoch, _) = self.sampler.position(step);
+            let within = (step + 1 - epoch * self.sampler.steps_per_epoch()) as f64;
+            let record = StepRecord {
+                step: step + 1,
+                epoch: epoch as f64 + within / self.sampler.steps_per_epoch() as f64,
+                tokens: rows * self.settings.max_length as u64,
+                counted_tokens: tokens,
+                seconds,
+                device_bytes: self.live(Tier::Device),
+                host_bytes: self.live(Tier::Host),
+                nvme_bytes: self.live(Tier::Nvme),
+                moved_bytes: account::moved(&self.engine.manager().last_traffic(Pass::Train)),
+                ..StepRecord::default()
+            };
+            let closing = open.replace(record);
+            self.close(closing, result)?;
+            if step + 1 == self.settings.memory.warmup_steps {
+                self.engine.manager().end_warm_up();
+            }
+            if self.settings.output.eval.is_due(step + 1, self.steps) && !self.evaluation.is_empty() {
+                let last = self.engine.finish()?;
+                let closing = open.take();
+                self.close(closing, last)?;
+                self.evaluate()?;
+                began = Instant::now();
+            }
+        }
+        let last = self.engine.finish()?;
+        self.close(open, last)?;
+        if !self.evaluation.is_empty() {
+            self.evaluate()?;
+        }
+        Ok(true)
+    }
+
+    fn live(&mut self, tier: Tier) -> u64 {
+        self.engine.manager().ledger().total(tier)
+    }
+
+    /// Tokens that count over all ranks, and whether any rank was told to stop.
+    fn agree(&mut self, counted: u64) -> Result<(u64, bool)> {
+        let stop = self.stop.load(Ordering::Relaxed);
+        if self.world.world == 1 {
+            return Ok((counted, stop));
+        }
+        let mut message = counted.to_le_bytes().to_vec();
+        message.push(u8::from(stop));
+        let answers = self.engine.manager().backend().exchange(&message)?;
+        let mut total = (0, false);
+        for (rank, answer) in answers.iter().enumerate() {
+            let Some((count, [stop])) = answer.split_first_chunk::<8>() else {
+                return Err(Error::Failed(format!("rank {rank} runs another version of castor")));
+            };
+            total = (total.0 + u64::from_le_bytes(*count), total.1 || *stop != 0);
+        }
+        Ok(total)
+    }
+
+    /// A step's result has come: the record is complete.
+    fn close(&mut self, record: Option<StepRecord>, result: Option<StepResult>) -> Result<()> {
+        let (Some(mut record), Some(result)) = (record, result) else { return Ok(()) };
+        record.loss = result.loss;
+        record.grad_norm = result.grad_norm;
+        record.learning_rate = result.lr;
+        record.skipped = result.outcome != Outcome::Updated;
+        self.records += 1;
+        self.skipped += u64::from(record.skipped);
+        if result.loss.is_finite() {
+            self.losses += result.loss;
+        }
+        if result.outcome == Outcome::NothingCounts && self.speaks {
+            self.progress.say(&format!("step {}: no token counts on any rank, nothing was updated", record.step));
+        }
+        if let Some(log) = &mut self.log {
+            log.step(&record)?;
+        }
+        self.progress.step(&record);
+        Ok(())
+    }
+
+    /// Mean loss over the held-out rows.
+    fn evaluate(&mut self) -> Result<()> {
+        let mut sampler = Sampler::new(
+            self.evaluation_rows(),
+            data::Order::Sequential,
+            self.world.rank,
+            self.world.world,
+            self.settings.batch_size,
+            1,
+        );
+        let mut batch = StepRows::new(self.settings.max_length);
+        let (mut loss, mut tokens) = (0.0, 0);
+        for step in 0..sampler.steps_per_epoch() {
+            let mut lists = sampler.step(step);
+            for row in lists.iter_mut().flatten().flatten() {
+                *row += self.evaluation.start;
+            }
+            batch.fill(self.rows, &lists)?;
+            tokens += self.engine.total(batch.counted())?;
+            let micros: Vec<MicroBatch> = batch.micros().collect();
+            loss += self.engine.evaluate(&micros)?;
+        }
+        if self.speaks && tokens > 0 {
+            let step = self.records;
+            self.progress.say(&format!("eval_loss {:.4} after step {step} ({tokens} tokens)", loss / tokens as f64));
+        }
+        Ok(())
+    }
+
+    /// What is said and written after the last step.
+    fn conclude(&mut self, seconds: f64) -> Result<()> {
+        self.progress.finish();
+        if !self.speaks {
+            return Ok(());
+        }
+        let steps = self.records;
+        let non_embedding = self.config.parameters() - self.config.vocab_size * self.config.hidden_size;
+        let trained = TrainMetrics {
+            epoch: steps as f64 / self.sampler.steps_per_epoch() as f64,
+            total_flos: 6.0 * self.tokens as f64 * non_embedding as f64,
+            train_loss: (steps > 0).then(|| self.losses / steps as f64),
+            train_runtime: seconds,
+            train_samples: self.samples,
+            train_steps: steps,
+            train_tokens: self.tokens,
+        };
+        let directory = &self.settings.output.dir;
+        let step_seconds = self.progress.rate().seconds_per_step().unwrap_or(seconds / steps.max(1) as f64);
+        let memory = account::memory(self.engine.manager(), self.world, steps, step_seconds);
+        memory.write(directory)?;
+        log::write_results(directory, &trained.values())?;
+        if let Some(log) = self.log.take() {
+            let results: BTreeMap<_, _> = trained.values();
+            log.end(json!(results))?;
+        }
+        let log = RunLog::read(directory)?;
+        let title = directory.file_name().map_or("run".into(), |name| name.to_string_lossy().into_owned());
+        report::write_whole(&directory.join(PAGE), html::page(&title, log.as_ref(), Some(&memory)).as_bytes())?;
+        print!("{}", trained.block());
+        if self.skipped > 0 {
+            println!("{} of {steps} updates were skipped: the gradient norm was not finite", self.skipped);
+        }
+        println!("{}", metrics::max_cuda_usage(self.engine.manager().ledger().total(Tier::Device)));
+        print!("{}", report::summary(log.as_ref(), Some(&memory)));
+        println!("The report: {}", directory.join(PAGE).display());
+        Ok(())
+    }
+}
