@@ -496,6 +496,7 @@ impl Engine {
     /// # Errors
     /// If the inputs do not fit or the world below refuses.
     pub fn gradients(&mut self, inputs: &StepInputs) -> Result<StepResult> {
+        self.flush()?;
         let ops = self.ops.as_ref();
         self.inputs.send(ops, inputs.micros)?;
         let loss_scale = self.track.progress.loss_scale.scale();
@@ -506,6 +507,8 @@ impl Engine {
         pass.end()?;
         let ticket = self.inputs.read_back(ops)?;
         let readings = self.inputs.read(ops, ticket)?;
+        // These gradients are for looking at: no update may follow from them.
+        ops.zero(self.inputs.control());
         Ok(StepResult {
             step: self.track.progress.step,
             loss: f64::from(readings.loss_sum) / inputs.tokens as f64,
