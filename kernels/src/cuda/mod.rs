@@ -20,8 +20,8 @@ mod loader;
 mod marks;
 pub(crate) mod modules;
 mod nccl;
-pub mod nvrtc;
 mod nvme;
+pub mod nvrtc;
 mod operators;
 pub mod programs;
 
