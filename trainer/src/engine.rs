@@ -215,7 +215,9 @@ impl Blueprint {
     ) -> castor_runtime::Result<Plan> {
         let device = backend.device();
         let profile = DryProfile { workspace_bytes: backend.workspace_bytes(), ..DryProfile::default() };
-        let dry = || -> Arc<dyn Backend> { Arc::new(Dry::new(backend.world(), backend.rank(), profile.clone())) };
+        // The blueprint's world, not the backend's: a run of many ranks is planned on one machine.
+        let world = self.layout.world as u32;
+        let dry = || -> Arc<dyn Backend> { Arc::new(Dry::new(world, backend.rank(), profile.clone())) };
         Plan::make(
             &self.layout,
             self.fixed(),
