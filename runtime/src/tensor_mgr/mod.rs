@@ -85,6 +85,8 @@ pub struct StatefulTensorMgr {
     ledger: Ledger,
     collector: MemStatsCollector,
     pass: Pass,
+    /// Passes since the window was last emptied.
+    warm_passes: u64,
     tick: Option<Tick>,
     clock: u64,
     recording: Option<Vec<ScheduledTick>>,
@@ -151,6 +153,7 @@ impl StatefulTensorMgr {
             ledger,
             collector: MemStatsCollector::default(),
             pass: Pass::Train,
+            warm_passes: 0,
             tick: None,
             clock: 0,
             recording: None,
@@ -267,12 +270,32 @@ impl StatefulTensorMgr {
         self.recorded.clone()
     }
 
-    /// Starts a pass.
+    /// Starts a pass. The window stays warm from one training step to the next; any other pass, and the step after
+    /// it, begin with an empty one, and so does every step that the plan says: so each pass begins in a state
+    /// that was rehearsed, and finds the room that it found there.
     pub fn begin_pass(&mut self, pass: Pass) {
         assert!(self.tick.is_none(), "{:?} has not ended", self.pass);
+        let goes_on = pass == Pass::Train && self.pass == Pass::Train;
+        if !goes_on || self.plan.fresh_every == Some(self.warm_passes) {
+            self.empty_window();
+        }
+        self.warm_passes += 1;
         self.pass = pass;
         self.pass_began = self.transfer.traffic();
         self.recording = self.plan.schedules[pass.index()].is_empty().then(Vec::new);
+    }
+
+    /// Drops all idle copies: they are clean (L5).
+    fn empty_window(&mut self) {
+        for index in 0..self.chunks.len() {
+            if let Some(chunk) = &self.chunks[index]
+                && chunk.idle_copy().is_some()
+            {
+                let id = chunk.id();
+                self.drop_copy(id);
+            }
+        }
+        self.warm_passes = 0;
     }
 
     /// Starts the next tick. Prefetch runs ahead.
@@ -463,7 +486,7 @@ impl StatefulTensorMgr {
     fn fetch(&mut self, chunk: ChunkId, access: Access, due: u64, reserve: u64, demanded: bool) -> Result<bool> {
         let whole = access.whole() || !self.sharded(chunk);
         let bytes = if whole { self.layout.full_bytes(chunk) } else { self.layout.stored_bytes(chunk) };
-        let Some((span, free)) = self.make_room(bytes, reserve, if demanded { self.clock } else { due }) else {
+        let Some((span, free)) = self.make_room(bytes, reserve, if demanded { None } else { Some(due) }) else {
             if demanded {
                 return Err(self.window_too_small(chunk, bytes));
             }
