@@ -95,6 +95,8 @@ pub struct StatefulTensorMgr {
     pass_traffic: [Traffic; Pass::ALL.len()],
     departures: u64,
     demand_fetches: u64,
+    /// Bytes moved per link, for whoever exports metrics. None on a backend that only pretends to move them.
+    moved: Option<[metrics::Counter; 6]>,
 }
 
 impl StatefulTensorMgr {
@@ -141,6 +143,8 @@ impl StatefulTensorMgr {
                 ledger.set_live(*tier, *category, 0);
             }
         }
+        let counter = |(link, _)| metrics::counter!("castor_moved_bytes_total", "link" => link);
+        let moved = (backend.device().backend != "dry").then(|| Traffic::default().links().map(counter));
         Ok(StatefulTensorMgr {
             transfer: Transfer::new(backend.clone()),
             backend,
@@ -162,6 +166,7 @@ impl StatefulTensorMgr {
             pass_traffic: [Traffic::default(); Pass::ALL.len()],
             departures: 0,
             demand_fetches: 0,
+            moved,
         })
     }
 
@@ -417,8 +422,8 @@ impl StatefulTensorMgr {
         let pass = self.pass.index();
         self.tick = None;
         self.pass_traffic[pass] = self.transfer.traffic().since(&self.pass_began);
-        for (link, bytes) in self.pass_traffic[pass].links() {
-            metrics::counter!("castor_moved_bytes_total", "link" => link).increment(bytes);
+        for (counter, (_, bytes)) in self.moved.iter().flatten().zip(self.pass_traffic[pass].links()) {
+            counter.increment(bytes);
         }
         if let Some(ticks) = self.recording.take() {
             self.recorded[pass] = Schedule::new(ticks);
