@@ -3,10 +3,12 @@
 //! and bytes per link as the plan said (L1, L2, L4).
 
 use castor_kernels::{DType, Tier};
+use castor_runtime::GroupId;
 use castor_runtime::plan::Budgets;
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
-use castor_tests::engines::{ADAMW, ROWS, Run, SHARDINGS, SOPHIA, Setup, options, plenty};
+use castor_tests::engines::{ADAMW, ROWS, Rows, Run, SHARDINGS, SOPHIA, Setup, options, plenty};
 use castor_trainer::activations::Keep;
+use castor_trainer::engine::StepInputs;
 use castor_trainer::optimizer::Optimizer;
 use std::path::Path;
 
@@ -228,4 +230,48 @@ fn the_peak_is_what_the_device_gives() {
     };
     assert!(opens(peak));
     assert!(!opens(peak - peak / 100));
+}
+
+/// Passes that depart from the record (gradients alone, evaluations between steps, weights read) find room and
+/// change nothing, in the least budgets too (L8).
+#[test]
+fn other_passes_in_between() {
+    let disk = tempfile::tempdir().expect("a folder");
+    for (world, optimizer) in [(1, ADAMW), (1, SOPHIA), (2, ADAMW)] {
+        let mut setup = setup(world, DType::F32, optimizer, true);
+        setup.options.evaluates = true;
+        let reference = mixed(&setup);
+        let tight = tight(&setup, disk.path());
+        setup.policy = &AutoPolicy;
+        for (budgets, what) in tight {
+            setup.budgets = budgets;
+            assert!(mixed(&setup) == reference, "L8: {what}, {world} ranks, {optimizer:?}");
+        }
+    }
+}
+
+/// Losses, evaluations and gradients in bits, of a run in which everything happens between the steps.
+fn mixed(setup: &Setup) -> Vec<Vec<u64>> {
+    setup.on_ranks(|rank, mut engine| {
+        let mut bits = Vec::new();
+        for step in 0..6 {
+            let rows = Rows::new(step, rank, u64::from(setup.world), setup.options.config.vocab_size);
+            let micros: Vec<_> = rows.micros().collect();
+            let inputs = StepInputs { micros: &micros, tokens: rows.tokens };
+            if step % 3 == 1 {
+                engine.finish().expect("the last step");
+                bits.push(engine.gradients(&inputs).expect("gradients").grad_norm.to_bits());
+                for group in (0..engine.groups().count() as u32).map(GroupId) {
+                    let gradient = engine.read_gradient(group, 1.0).expect("a gradient");
+                    bits.extend(gradient.iter().map(|value| u64::from(value.to_bits())));
+                }
+            }
+            if step % 2 == 0 {
+                bits.push(engine.evaluate(&micros).expect("an evaluation").to_bits());
+            }
+            let before = engine.step(&inputs).expect("a step");
+            bits.extend(before.map(|result| result.loss.to_bits()));
+        }
+        bits
+    })
 }

@@ -94,6 +94,8 @@ pub struct StatefulTensorMgr {
     pass_began: Traffic,
     pass_traffic: [Traffic; Pass::ALL.len()],
     departures: u64,
+    /// `departures` when the pass began.
+    departures_before: u64,
     demand_fetches: u64,
     /// Bytes moved per link, for whoever exports metrics. None on a backend that only pretends to move them.
     moved: Option<[metrics::Counter; 6]>,
@@ -165,6 +167,7 @@ impl StatefulTensorMgr {
             pass_began: Traffic::default(),
             pass_traffic: [Traffic::default(); Pass::ALL.len()],
             departures: 0,
+            departures_before: 0,
             demand_fetches: 0,
             moved,
         })
@@ -275,12 +278,14 @@ impl StatefulTensorMgr {
         self.recorded.clone()
     }
 
-    /// Starts a pass. The window stays warm from one training step to the next; any other pass, and the step after
-    /// it, begin with an empty one, and so does every step that the plan says: so each pass begins in a state
-    /// that was rehearsed, and finds the room that it found there.
+    /// Starts a pass. The window stays warm from one training step to the next. Any other pass, the step after it or
+    /// after a departure, and every step of which the plan says so begin with an empty window: so each pass begins
+    /// in a state that was rehearsed, and finds the room that it found there.
     pub fn begin_pass(&mut self, pass: Pass) {
         assert!(self.tick.is_none(), "{:?} has not ended", self.pass);
-        let goes_on = pass == Pass::Train && self.pass == Pass::Train;
+        let by_the_record = self.departures == self.departures_before;
+        let goes_on = pass == Pass::Train && self.pass == Pass::Train && by_the_record;
+        self.departures_before = self.departures;
         if !goes_on || self.plan.fresh_every == Some(self.warm_passes) {
             self.empty_window();
         }
