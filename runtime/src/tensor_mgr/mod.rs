@@ -97,7 +97,8 @@ pub struct StatefulTensorMgr {
     /// `departures` when the pass began.
     departures_before: u64,
     demand_fetches: u64,
-    /// Bytes moved per link, for whoever exports metrics. None on a backend that only pretends to move them.
+    /// One for each of [`Traffic::links`], for whoever exports metrics; made once, for a labelled counter takes memory
+    /// to look up (L3). None on a backend that only pretends to move bytes.
     moved: Option<[metrics::Counter; 6]>,
 }
 
