@@ -79,10 +79,10 @@ impl StatefulTensorMgr {
     /// later than `before` (`None`: any), the latest first.
     pub(super) fn make_room(&mut self, bytes: u64, reserve: u64, before: Option<u64>) -> Option<(Span, Fence)> {
         loop {
-            if self.window.free() >= self.window.rounded(bytes) + reserve {
-                if let Some(room) = self.window.take(bytes) {
-                    return Some(room);
-                }
+            if self.window.free() >= self.window.rounded(bytes) + reserve
+                && let Some(room) = self.window.take(bytes)
+            {
+                return Some(room);
             }
             let victim = self
                 .chunks
