@@ -12,7 +12,7 @@ pub struct TickStats {
     pub name: &'static str,
     /// For which group.
     pub group: GroupId,
-    /// Live bytes of device, host and nvme by category, the most during the tick.
+    /// Live bytes of device, host and nvme by category, the most during the tick in any recorded pass.
     pub live: [ByCategory; 3],
 }
 
@@ -20,6 +20,7 @@ pub struct TickStats {
 #[derive(Default, Debug)]
 pub struct MemStatsCollector {
     ticks: [Vec<TickStats>; Pass::ALL.len()],
+    now: usize,
     frozen: bool,
 }
 
@@ -31,8 +32,12 @@ impl MemStatsCollector {
     pub fn begin(&mut self, pass: Pass, tick: Tick, name: &'static str, group: GroupId) {
         if !self.frozen {
             let ticks = &mut self.ticks[pass.index()];
-            ticks.truncate(tick.index());
-            ticks.push(TickStats { name, group, live: Default::default() });
+            let known = ticks.get(tick.index()).is_some_and(|stats| stats.name == name && stats.group == group);
+            if !known {
+                ticks.truncate(tick.index());
+                ticks.push(TickStats { name, group, live: Default::default() });
+            }
+            self.now = tick.index();
         }
     }
 
@@ -41,7 +46,7 @@ impl MemStatsCollector {
         if self.frozen {
             return;
         }
-        if let Some(stats) = self.ticks[pass.index()].last_mut() {
+        if let Some(stats) = self.ticks[pass.index()].get_mut(self.now) {
             for (tier, most) in Tier::ALL.into_iter().zip(&mut stats.live) {
                 for (most, live) in most.iter_mut().zip(ledger.live(tier)) {
                     *most = (*most).max(*live);

@@ -99,7 +99,7 @@ impl Prediction {
     }
 }
 
-/// Steps after which a rehearsal gives up looking for the point from which steps repeat.
+/// Steps after which a rehearsal stops looking for the point from which steps repeat, and the window is emptied.
 const LONGEST_REHEARSAL: usize = 24;
 
 /// A plan.
@@ -115,6 +115,8 @@ pub struct Plan {
     pub budgets: Budgets,
     /// The recorded uses of each pass.
     pub schedules: [Schedule; Pass::ALL.len()],
+    /// Training steps after which the window is emptied, where steps would not repeat soon of themselves.
+    pub fresh_every: Option<u64>,
     /// What it will cost.
     pub predicted: Prediction,
 }
@@ -150,10 +152,12 @@ impl Plan {
             window_shortage: 0,
         };
         for (tier, fixed) in [(Tier::Device, &fixed.device), (Tier::Host, &fixed.host)] {
+            // As the manager will reserve them (L2).
+            let reserved = |category: Category, bytes| (category.name().to_string(), placed_bytes(tier, bytes));
             let mut taken: Vec<(String, u64)> =
-                fixed.iter().map(|(category, bytes)| (category.name().to_string(), *bytes)).collect();
+                fixed.iter().map(|(category, bytes)| reserved(*category, *bytes)).collect();
             if tier == Tier::Device {
-                taken.push((Category::Workspace.name().into(), workspace));
+                taken.push(reserved(Category::Workspace, workspace));
                 taken.push((Category::Driver.name().into(), driver_bytes));
             }
             view.taken[tier.index()] = taken;
@@ -179,17 +183,20 @@ impl Plan {
                 fixed: fixed.clone(),
                 budgets: budgets.clone(),
                 schedules: schedules.clone(),
+                fresh_every: None,
                 predicted: Prediction::default(),
             };
             let mut manager = StatefulTensorMgr::new(dry(), layout.clone(), plan.clone())?;
             manager.reserve_driver(driver_bytes);
             match Self::predict(&mut manager, passes, rehearse) {
-                Ok(predicted) => {
-                    plan.predicted = predicted;
+                Ok((predicted, fresh_every)) => {
+                    (plan.predicted, plan.fresh_every) = (predicted, fresh_every);
                     return Ok(plan);
                 }
                 Err(Error::OutOfRoom { tier: Tier::Device, short_by, .. }) => {
-                    view.window_shortage += short_by.div_ceil(GRANULE) * GRANULE;
+                    // A window full of holes may be short by next to nothing, and next to nothing would not help.
+                    let more = short_by.max(plan.placement.window_bytes / 16);
+                    view.window_shortage += more.div_ceil(GRANULE) * GRANULE;
                 }
                 Err(other) => return Err(other),
             }
@@ -223,6 +230,7 @@ impl Plan {
             fixed: fixed.clone(),
             budgets: Budgets::default(),
             schedules: Default::default(),
+            fresh_every: None,
             predicted: Prediction::default(),
         };
         let mut manager = StatefulTensorMgr::new(dry(), layout.clone(), plan)?;
@@ -233,16 +241,20 @@ impl Plan {
     }
 
     /// Rehearses training steps until the manager is in a state in which it was before (from there on the steps
-    /// repeat), then one pass of each other kind.
-    fn predict(manager: &mut StatefulTensorMgr, passes: &[Pass], rehearse: Rehearsal<'_>) -> Result<Prediction> {
+    /// repeat), then one pass of each other kind. Also [`Plan::fresh_every`].
+    fn predict(
+        manager: &mut StatefulTensorMgr,
+        passes: &[Pass],
+        rehearse: Rehearsal<'_>,
+    ) -> Result<(Prediction, Option<u64>)> {
         let (mut train, mut seen) = (Vec::new(), Vec::new());
-        let cycle = loop {
+        let (cycle, fresh_every) = loop {
             let signature = manager.signature();
             if let Some(step) = seen.iter().position(|earlier| *earlier == signature) {
-                break step;
+                break (step, None);
             }
             if train.len() == LONGEST_REHEARSAL {
-                break LONGEST_REHEARSAL - 1;
+                break (0, Some(LONGEST_REHEARSAL as u64));
             }
             seen.push(signature);
             rehearse(manager, Pass::Train)?;
@@ -251,7 +263,7 @@ impl Plan {
         for &pass in passes.iter().filter(|pass| **pass != Pass::Train) {
             rehearse(manager, pass)?;
         }
-        Ok(Prediction { train, cycle, ..manager.observed() })
+        Ok((Prediction { train, cycle, ..manager.observed() }, fresh_every))
     }
 
     /// Bytes of a tier that the plan will take: its peak, for everything is reserved at the start.

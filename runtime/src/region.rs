@@ -122,7 +122,7 @@ mod tests {
         let mut region = Region::new(Span::new(Tier::Device, 4096, 64 * 256), 256);
         let mut taken: Vec<Span> = Vec::new();
         for round in 0..4000u64 {
-            if rng::bits(7, round, 0) % 2 == 0 || taken.is_empty() {
+            if rng::bits(7, round, 0).is_multiple_of(2) || taken.is_empty() {
                 if let Some((span, _)) = region.take(1 + rng::bits(7, round, 1) % 3000) {
                     assert!(taken.iter().all(|other| !other.overlaps(span)));
                     assert!(span.offset >= 4096 && span.end() <= 4096 + 64 * 256);

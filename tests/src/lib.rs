@@ -1,3 +1,4 @@
-//! Support of the integration tests: a backend whose streams run in a random order and may fail.
+//! Support for the integration tests: a backend that simulates, and small engines that must agree.
 
+pub mod engines;
 pub mod simulation;

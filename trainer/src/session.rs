@@ -58,7 +58,9 @@ impl Hardware {
                 notices.push(format!("no CUDA device, training on the CPU: {reason}"));
                 Arc::new(cpu(settings, world, link)?)
             }
-            (BackendKind::Cuda, Err(reason)) => return Err(reason.into()),
+            (BackendKind::Cuda, Err(reason)) => {
+                return Err(Error::Usage(format!("--backend cuda: {reason}; without a GPU, --backend cpu trains too")));
+            }
             (BackendKind::Cuda | BackendKind::Auto, Ok(devices)) => cuda(settings, world, devices, link)?,
         };
         let budgets = budgets(settings, world, &*backend)?;
@@ -110,9 +112,17 @@ fn budgets(settings: &Settings, world: &World, backend: &dyn Backend) -> Result<
     let nvme = match &memory.nvme {
         None => 0,
         Some(folder) => {
-            let free = limits::disk_available_bytes(folder).map_err(|error| {
-                Error::Usage(format!("--nvme {}: {error}; give an existing folder on a disk", folder.display()))
-            })?;
+            let refused = |reason: &dyn std::fmt::Display| {
+                Error::Usage(format!(
+                    "--nvme {}: {reason}; give an existing folder that can be written",
+                    folder.display()
+                ))
+            };
+            let free = limits::disk_available_bytes(folder).map_err(|error| refused(&error))?;
+            if !folder.is_dir() {
+                return Err(refused(&"it is not a folder"));
+            }
+            rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).map_err(|error| refused(&error))?;
             memory.nvme_capacity.bytes(free / local)
         }
     };

@@ -556,7 +556,10 @@ mod tests {
     fn a_block_holds_its_whole_row() {
         for hidden in (8..=8192).step_by(8) {
             let (held, threads) = held(hidden, true).unwrap();
-            assert!(held * u64::from(threads) * 8 >= hidden && threads <= 256 && threads.is_multiple_of(32), "{hidden}");
+            assert!(
+                held * u64::from(threads) * 8 >= hidden && threads <= 256 && threads.is_multiple_of(32),
+                "{hidden}"
+            );
         }
         assert_eq!(held(4096, true), Some((2, 256)));
         assert_eq!(held(4096, false), None);

@@ -9,17 +9,16 @@ use castor_kernels::{DType, Span, Stream, Tier, numeric};
 /// Elements handled at once: bounds the host memory that loading takes.
 const PIECE: u64 = 1 << 20;
 
+/// Gives elements of a group: `fill(first, out)` sets `out` to the elements from `first` on.
+pub type Fill<'a, E> = &'a mut dyn FnMut(u64, &mut [f32]) -> std::result::Result<(), E>;
+
 impl StatefulTensorMgr {
     /// Sets a group's weights: `fill(first, out)` gives elements `first ..` of the group (padding is not asked
     /// for). Writes this rank's parameter and master, zeroes its moments.
     ///
     /// # Errors
     /// What `fill` says, or the backend.
-    pub fn load_group<E: From<Error>>(
-        &mut self,
-        group: GroupId,
-        fill: &mut dyn FnMut(u64, &mut [f32]) -> std::result::Result<(), E>,
-    ) -> std::result::Result<(), E> {
+    pub fn load_group<E: From<Error>>(&mut self, group: GroupId, fill: Fill<'_, E>) -> std::result::Result<(), E> {
         let parameter = group.chunk(Role::Parameter);
         let master = self.layout.formats.master.map(|_| group.chunk(Role::Master));
         let (begin, count) = self.stored_range(parameter);

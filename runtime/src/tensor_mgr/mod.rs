@@ -85,6 +85,8 @@ pub struct StatefulTensorMgr {
     ledger: Ledger,
     collector: MemStatsCollector,
     pass: Pass,
+    /// Passes since the window was last emptied.
+    warm_passes: u64,
     tick: Option<Tick>,
     clock: u64,
     recording: Option<Vec<ScheduledTick>>,
@@ -92,9 +94,12 @@ pub struct StatefulTensorMgr {
     pass_began: Traffic,
     pass_traffic: [Traffic; Pass::ALL.len()],
     departures: u64,
+    /// `departures` when the pass began.
+    departures_before: u64,
     demand_fetches: u64,
-    /// One for each of [`Traffic::links`]; made once, for a labelled counter takes memory to look up (L3).
-    moved: [metrics::Counter; 6],
+    /// One for each of [`Traffic::links`], for whoever exports metrics; made once, for a labelled counter takes memory
+    /// to look up (L3). None on a backend that only pretends to move bytes.
+    moved: Option<[metrics::Counter; 6]>,
 }
 
 impl StatefulTensorMgr {
@@ -141,6 +146,8 @@ impl StatefulTensorMgr {
                 ledger.set_live(*tier, *category, 0);
             }
         }
+        let counter = |(link, _)| metrics::counter!("castor_moved_bytes_total", "link" => link);
+        let moved = (backend.device().backend != "dry").then(|| Traffic::default().links().map(counter));
         Ok(StatefulTensorMgr {
             transfer: Transfer::new(backend.clone()),
             backend,
@@ -153,6 +160,7 @@ impl StatefulTensorMgr {
             ledger,
             collector: MemStatsCollector::default(),
             pass: Pass::Train,
+            warm_passes: 0,
             tick: None,
             clock: 0,
             recording: None,
@@ -160,10 +168,9 @@ impl StatefulTensorMgr {
             pass_began: Traffic::default(),
             pass_traffic: [Traffic::default(); Pass::ALL.len()],
             departures: 0,
+            departures_before: 0,
             demand_fetches: 0,
-            moved: Traffic::default()
-                .links()
-                .map(|(link, _)| metrics::counter!("castor_moved_bytes_total", "link" => link)),
+            moved,
         })
     }
 
@@ -272,12 +279,34 @@ impl StatefulTensorMgr {
         self.recorded.clone()
     }
 
-    /// Starts a pass.
+    /// Starts a pass. The window stays warm from one training step to the next. Any other pass, the step after it or
+    /// after a departure, and every step of which the plan says so begin with an empty window: so each pass begins
+    /// in a state that was rehearsed, and finds the room that it found there.
     pub fn begin_pass(&mut self, pass: Pass) {
         assert!(self.tick.is_none(), "{:?} has not ended", self.pass);
+        let by_the_record = self.departures == self.departures_before;
+        let goes_on = pass == Pass::Train && self.pass == Pass::Train && by_the_record;
+        self.departures_before = self.departures;
+        if !goes_on || self.plan.fresh_every == Some(self.warm_passes) {
+            self.empty_window();
+        }
+        self.warm_passes += 1;
         self.pass = pass;
         self.pass_began = self.transfer.traffic();
         self.recording = self.plan.schedules[pass.index()].is_empty().then(Vec::new);
+    }
+
+    /// Drops all idle copies: they are clean (L5).
+    fn empty_window(&mut self) {
+        for index in 0..self.chunks.len() {
+            if let Some(chunk) = &self.chunks[index]
+                && chunk.idle_copy().is_some()
+            {
+                let id = chunk.id();
+                self.drop_copy(id);
+            }
+        }
+        self.warm_passes = 0;
     }
 
     /// Starts the next tick. Prefetch runs ahead.
@@ -399,7 +428,7 @@ impl StatefulTensorMgr {
         let pass = self.pass.index();
         self.tick = None;
         self.pass_traffic[pass] = self.transfer.traffic().since(&self.pass_began);
-        for (counter, (_, bytes)) in self.moved.iter().zip(self.pass_traffic[pass].links()) {
+        for (counter, (_, bytes)) in self.moved.iter().flatten().zip(self.pass_traffic[pass].links()) {
             counter.increment(bytes);
         }
         if let Some(ticks) = self.recording.take() {
@@ -468,7 +497,7 @@ impl StatefulTensorMgr {
     fn fetch(&mut self, chunk: ChunkId, access: Access, due: u64, reserve: u64, demanded: bool) -> Result<bool> {
         let whole = access.whole() || !self.sharded(chunk);
         let bytes = if whole { self.layout.full_bytes(chunk) } else { self.layout.stored_bytes(chunk) };
-        let Some((span, free)) = self.make_room(bytes, reserve, if demanded { self.clock } else { due }) else {
+        let Some((span, free)) = self.make_room(bytes, reserve, if demanded { None } else { Some(due) }) else {
             if demanded {
                 return Err(self.window_too_small(chunk, bytes));
             }

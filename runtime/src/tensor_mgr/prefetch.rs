@@ -76,13 +76,13 @@ impl StatefulTensorMgr {
     }
 
     /// Takes `bytes` of the window and leaves `reserve` bytes takeable, dropping idle copies that are wanted
-    /// later than `before` (the latest first).
-    pub(super) fn make_room(&mut self, bytes: u64, reserve: u64, before: u64) -> Option<(Span, Fence)> {
+    /// later than `before` (`None`: any), the latest first.
+    pub(super) fn make_room(&mut self, bytes: u64, reserve: u64, before: Option<u64>) -> Option<(Span, Fence)> {
         loop {
-            if self.window.free() >= self.window.rounded(bytes) + reserve {
-                if let Some(room) = self.window.take(bytes) {
-                    return Some(room);
-                }
+            if self.window.free() >= self.window.rounded(bytes) + reserve
+                && let Some(room) = self.window.take(bytes)
+            {
+                return Some(room);
             }
             let victim = self
                 .chunks
@@ -91,7 +91,7 @@ impl StatefulTensorMgr {
                 .filter_map(|chunk| chunk.idle_copy().map(|copy| (copy.due, chunk.id())))
                 // A copy that was due in the past was fetched for ticks that never came.
                 .map(|(due, chunk)| (if due < self.clock { u64::MAX } else { due }, chunk))
-                .filter(|(due, _)| *due > before)
+                .filter(|(due, _)| before.is_none_or(|before| *due > before))
                 .max()
                 .map(|(_, chunk)| chunk)?;
             self.drop_copy(victim);
