@@ -7,6 +7,7 @@
 
 pub mod account;
 pub mod activations;
+pub mod checkpoint;
 pub mod cli;
 pub mod config;
 pub mod data;

@@ -1,0 +1,105 @@
+//! The final weights: what a run leaves for other programs.
+
+use super::{agree, folder as folders};
+use crate::engine::Engine;
+use crate::error::Result;
+use crate::source::TensorSource;
+use crate::weights::{self, ExportDType};
+use castor_kernels::DType;
+use castor_runtime::{GroupId, layout::Layout};
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Name of the folder in the run's folder.
+const FOLDER: &str = "model";
+/// Bytes of tensors of a weight file, at most: what transformers cuts at.
+pub(super) const FILE_BYTES: u64 = 5_000_000_000;
+
+/// The type of exported weights that loses nothing the run computed with.
+const fn stored_as(parameter: DType) -> ExportDType {
+    match parameter {
+        DType::Bf16 => ExportDType::Bf16,
+        DType::F16 => ExportDType::F16,
+        _ => ExportDType::F32,
+    }
+}
+
+/// The folder in a run's folder.
+pub(super) fn folder(run_dir: &Path) -> PathBuf {
+    run_dir.join(FOLDER)
+}
+
+/// Bytes of the weights in that folder.
+pub(super) fn bytes(layout: &Layout) -> u64 {
+    layout.formats.parameter.bytes(layout.used())
+}
+
+/// Writes the weights as a Hugging Face folder `model` in `run_dir`, in place of an older one. All ranks must call
+/// it; rank 0 writes, a group of tensors at a time. Returns the folder.
+///
+/// # Errors
+/// If rank 0 cannot write: on every rank. An older folder is as it was.
+pub fn save_model(run_dir: &Path, engine: &mut Engine) -> Result<PathBuf> {
+    let backend = Arc::clone(engine.manager().backend());
+    let (unfinished, place) = (run_dir.join(format!("{FOLDER}.tmp")), folder(run_dir));
+    let (config, dtype) = (engine.options().config.clone(), stored_as(engine.options().formats.parameter));
+    let source = Gathered { engine: RefCell::new(engine), held: RefCell::default() };
+    let written = match backend.rank() {
+        0 => folders::remove(&unfinished)
+            .and_then(|()| weights::export(&unfinished, &config, dtype, FILE_BYTES, &source))
+            .and_then(|()| folders::put_in_place(&unfinished, &place)),
+        _ => Ok(()),
+    };
+    // The other ranks give what they store of every group, whether rank 0 could write it or not.
+    let rest = source.read_rest();
+    agree(&*backend, written.and(rest))?;
+    Ok(place)
+}
+
+/// The engine's weights, asked for in the order of the groups.
+struct Gathered<'a> {
+    engine: RefCell<&'a mut Engine>,
+    held: RefCell<Held>,
+}
+
+/// The groups read so far, and the last one's weights.
+#[derive(Default)]
+struct Held {
+    read: u32,
+    weights: Vec<f32>,
+}
+
+impl Gathered<'_> {
+    /// Reads the next group.
+    fn advance(&self) -> Result<()> {
+        let mut held = self.held.borrow_mut();
+        let group = GroupId(held.read);
+        held.read += 1;
+        held.weights = self.engine.borrow_mut().read_group(group)?;
+        Ok(())
+    }
+
+    /// Reads all groups that were not.
+    fn read_rest(&self) -> Result<()> {
+        let groups = self.engine.borrow().groups().count();
+        while u64::from(self.held.borrow().read) < groups {
+            self.advance()?;
+        }
+        Ok(())
+    }
+}
+
+impl TensorSource for Gathered<'_> {
+    fn read(&self, name: &str, first: u64, out: &mut [f32]) -> Result<()> {
+        let part = self.engine.borrow().groups().part(name).clone();
+        while self.held.borrow().read <= part.group.0 {
+            self.advance()?;
+        }
+        let held = self.held.borrow();
+        assert_eq!(held.read, part.group.0 + 1, "{name} is asked for after its group");
+        let first = (part.offset + first) as usize;
+        out.copy_from_slice(&held.weights[first..first + out.len()]);
+        Ok(())
+    }
+}
