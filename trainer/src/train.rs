@@ -276,7 +276,7 @@ impl Run<'_> {
             self.evaluate()?;
         }
         if self.settings.output.save_model {
-            let folder = checkpoint::save_model(&self.settings.output.dir, &mut self.engine)?;
+            let folder = checkpoint::save_model(&self.settings.output.dir, &self.settings.tokenizer, &mut self.engine)?;
             self.say(&[format!("the model: {}", folder.display())]);
         }
         Ok(true)

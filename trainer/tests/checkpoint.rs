@@ -4,7 +4,7 @@
 mod support;
 
 use castor_kernels::{
-    Backend, DType,
+    Backend, DType, Tier,
     cpu::{Cpu, CpuOptions},
     link::{Link, LinkOptions},
 };
@@ -200,7 +200,9 @@ fn resumed_is_uninterrupted_bit_for_bit() {
                 [(UNSHARDED, &DevicePolicy, plenty()), (ZERO3, &DevicePolicy, plenty()), (ZERO3, &AutoPolicy, tight)];
             for (sharding, policy, budgets) in cases {
                 let what = format!("{} {dtype:?} {moments:?} {sharding:?} {}", folder.display(), policy.name());
+                let on_disk = budgets.nvme > 0;
                 let mut after = bare(options(sharding), policy, budgets, None);
+                assert_eq!(after.manager().ledger().total(Tier::Nvme) > 0, on_disk, "{what}");
                 checkpoint.restore(&mut after).unwrap();
                 assert_eq!(train(&mut after, 4..7), expected[4..], "{what}");
                 assert!(weights(&mut after) == expected_weights, "{what}");
@@ -389,7 +391,8 @@ fn what_does_not_match_is_refused_with_both_values() {
     let options = small_options(&folder);
     save(run.path(), &mut loaded(options.clone(), &folder));
     let sophia = Optimizer::Sophia { beta1: 0.965, beta2: 0.99, rho: 0.04, weight_decay: 0.1, every: 2 };
-    let changes: [(&dyn Fn(&mut Options), [&str; 3]); 6] = [
+    type Change<'a> = (&'a dyn Fn(&mut Options), [&'a str; 3]);
+    let changes: [Change; 6] = [
         (&|o| o.config.hidden_size = 32, ["model.hidden_size", "24", "32"]),
         (&|o| o.formats = formats(DType::Bf16, DType::F32, DType::F32), ["formats.parameter", "f32", "bf16"]),
         (&|o| o.formats.first = DType::Q8, ["formats.first", "f32", "q8"]),
@@ -459,7 +462,8 @@ fn a_folder_that_cannot_be_written_fails_on_every_rank_and_leaves_what_was_there
     });
     assert!(errors.iter().all(|error| error.contains("checkpoint-0/manifest.json")), "{errors:?}");
     assert!(errors[1].contains("rank 0"), "{errors:?}");
-    assert!(find(run.path(), &Resume::Latest, &options).0.is_none_or(|found| found.world() == 2));
+    // Facts of another world: the rows of a step are the same, so the checkpoint may be taken by one rank.
+    assert_eq!(find(run.path(), &Resume::Latest, &options).0.unwrap().world(), 2);
 }
 
 /// Every tensor of a folder, by name.
@@ -476,6 +480,9 @@ fn read_all(folder: &Path, config: &ModelConfig) -> Vec<Vec<f32>> {
 #[test]
 fn exported_weights_are_the_run_s() {
     let temporary = tempfile::tempdir().unwrap();
+    let tokenizer = temporary.path().join("own.json");
+    fs::write(&tokenizer, "{}").unwrap();
+    let tokenizer = tokenizer.display().to_string();
     for (vocabulary, tied, dtype) in [(257, false, DType::F32), (48, true, DType::Bf16), (257, true, DType::F16)] {
         let folder = small(temporary.path(), vocabulary, tied);
         let run = tempfile::tempdir().unwrap();
@@ -485,9 +492,9 @@ fn exported_weights_are_the_run_s() {
             engine.load(&RandomWeights::new(&engine.options().config.clone(), 3)).unwrap();
             train(engine, 0..2);
             save(run.path(), engine);
-            checkpoint::save_model(run.path(), engine).unwrap();
+            checkpoint::save_model(run.path(), "bytes", engine).unwrap();
             // Written again, it takes the place of the old one.
-            checkpoint::save_model(run.path(), engine).unwrap();
+            checkpoint::save_model(run.path(), &tokenizer, engine).unwrap();
             let weights: Vec<Vec<f32>> =
                 (0..engine.groups().count() as u32).map(|g| engine.read_group(GroupId(g)).unwrap()).collect();
             let tensors = hf_tensors(&engine.options().config).into_iter().map(|(name, _)| {
@@ -511,7 +518,7 @@ fn exported_weights_are_the_run_s() {
         };
         checkpoint::export(&run.path().join("checkpoint-2"), &narrow, stored).unwrap();
         assert!(read_all(&narrow, &options.config) == read_all(&run.path().join("model"), &options.config));
-        assert!(!run.path().join("model.tmp").exists());
+        assert!(!run.path().join("model.tmp").exists() && run.path().join("model/tokenizer.json").exists());
         assert!(checkpoint::export(run.path(), &out, stored).unwrap_err().to_string().contains("not an empty"));
     }
 }

@@ -5,9 +5,7 @@ use castor_trainer::report::log::RunLog;
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
-
-const STEPS: usize = 40;
+use std::time::Duration;
 
 /// A model and a text in `folder`.
 fn prepare(folder: &Path) {
@@ -28,7 +26,7 @@ fn castor(folder: &Path, run: &str, more: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_castor"));
     let arguments = format!(
         "train --config config.json --data text.txt --max_length 32 --batch_size 2 --backend cpu --bf16 --lr 1e-3 \
-         --optimizer_states 8bit --device_memory 16MiB --host_memory 16MiB --max_steps {STEPS} --output_dir {run} {more}"
+         --optimizer_states 8bit --device_memory 16MiB --host_memory 16MiB --max_steps 40 --output_dir {run} {more}"
     );
     command.args(arguments.split_whitespace()).current_dir(folder).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -69,25 +67,26 @@ fn killed_at_any_point_and_resumed_it_is_the_same_run() {
     let folder = tempfile::tempdir().unwrap();
     prepare(folder.path());
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
-    let began = Instant::now();
-    succeeds(&mut castor(folder.path(), "whole", ""));
-    let takes = began.elapsed();
+    succeeds(&mut castor(folder.path(), "whole", "--max_steps 150"));
+    let run = || castor(folder.path(), "killed", "--max_steps 150 --save_steps 1 --save_total_limit 2 --resume latest");
     for attempt in 0..50 {
-        // Saves after every step take most of the time, so most kills are inside of one.
-        let mut run = castor(folder.path(), "killed", "--save_steps 1 --save_total_limit 2 --resume latest");
-        let mut run = run.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        let wait = takes.mul_f32(rng::uniform(9, attempt, 0)).min(Duration::from_secs(2));
-        std::thread::sleep(wait);
+        let before = checkpoints(&killed);
+        let mut run = run().stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        while checkpoints(&killed) == before && run.try_wait().unwrap().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Saves take most of the time, so most kills are inside of one.
+        std::thread::sleep(Duration::from_millis(30).mul_f32(rng::uniform(9, attempt, 0)));
         run.kill().unwrap();
         run.wait().unwrap();
     }
-    succeeds(&mut castor(folder.path(), "killed", "--save_steps 1 --save_total_limit 2 --resume latest"));
+    succeeds(&mut run());
     let expected = losses(&whole);
-    assert_eq!(expected.len(), STEPS);
+    assert_eq!(expected.len(), 150);
     assert!(losses(&killed) == expected);
     let weights = |run: &Path| fs::read(run.join("model/model.safetensors")).unwrap();
     assert!(weights(&killed) == weights(&whole));
-    assert_eq!(checkpoints(&killed), ["checkpoint-39", "checkpoint-40"], "nothing unfinished is left");
+    assert_eq!(checkpoints(&killed), ["checkpoint-149", "checkpoint-150"], "nothing unfinished is left");
 }
 
 #[test]

@@ -43,6 +43,7 @@ impl Facts {
             "model": model,
             "formats": options.formats,
             "optimizer": options.optimizer,
+            "loss_scale": options.loss_scale,
             "seed": options.seed,
             "data": {
                 "rows": data.rows,
@@ -55,7 +56,6 @@ impl Facts {
         let free = json!({
             "schedule": options.schedule,
             "grad_clip": options.max_norm,
-            "loss_scale": options.loss_scale,
         });
         Facts { fixed: as_read(fixed), free: as_read(free) }
     }

@@ -1,6 +1,6 @@
 //! The final weights: what a run leaves for other programs.
 
-use super::{agree, folder as folders};
+use super::{agree, failed, folder as folders};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::source::TensorSource;
@@ -13,6 +13,9 @@ use std::sync::Arc;
 
 /// Name of the folder in the run's folder.
 const FOLDER: &str = "model";
+/// What belongs to a tokenizer; the first is it.
+const TOKENIZER_FILES: [&str; 4] =
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
 /// Bytes of tensors of a weight file, at most: what transformers cuts at.
 pub(super) const FILE_BYTES: u64 = 5_000_000_000;
 
@@ -35,12 +38,13 @@ pub(super) fn bytes(layout: &Layout) -> u64 {
     layout.formats.parameter.bytes(layout.used())
 }
 
-/// Writes the weights as a Hugging Face folder `model` in `run_dir`, in place of an older one. All ranks must call
-/// it; rank 0 writes, a group of tensors at a time. Returns the folder.
+/// Writes the weights as a Hugging Face folder `model` in `run_dir`, in place of an older one, with the files of
+/// `tokenizer` (a file or folder; any other name is none). All ranks must call it; rank 0 writes, a group of tensors
+/// at a time. Returns the folder.
 ///
 /// # Errors
 /// If rank 0 cannot write: on every rank. An older folder is as it was.
-pub fn save_model(run_dir: &Path, engine: &mut Engine) -> Result<PathBuf> {
+pub fn save_model(run_dir: &Path, tokenizer: &str, engine: &mut Engine) -> Result<PathBuf> {
     let backend = Arc::clone(engine.manager().backend());
     let (unfinished, place) = (run_dir.join(format!("{FOLDER}.tmp")), folder(run_dir));
     let (config, dtype) = (engine.options().config.clone(), stored_as(engine.options().formats.parameter));
@@ -48,6 +52,7 @@ pub fn save_model(run_dir: &Path, engine: &mut Engine) -> Result<PathBuf> {
     let written = match backend.rank() {
         0 => folders::remove(&unfinished)
             .and_then(|()| weights::export(&unfinished, &config, dtype, FILE_BYTES, &source))
+            .and_then(|()| copy_tokenizer(Path::new(tokenizer), &unfinished))
             .and_then(|()| folders::put_in_place(&unfinished, &place)),
         _ => Ok(()),
     };
@@ -55,6 +60,23 @@ pub fn save_model(run_dir: &Path, engine: &mut Engine) -> Result<PathBuf> {
     let rest = source.read_rest();
     agree(&*backend, written.and(rest))?;
     Ok(place)
+}
+
+fn copy_tokenizer(from: &Path, into: &Path) -> Result<()> {
+    let copy = |file: &Path, name: &str| {
+        let target = into.join(name);
+        std::fs::copy(file, &target).map(drop).map_err(|error| failed(&target, "copy", &error))
+    };
+    if from.is_file() {
+        return copy(from, TOKENIZER_FILES[0]);
+    }
+    for name in TOKENIZER_FILES {
+        let file = from.join(name);
+        if file.is_file() {
+            copy(&file, name)?;
+        }
+    }
+    Ok(())
 }
 
 /// The engine's weights, asked for in the order of the groups.

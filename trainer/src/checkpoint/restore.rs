@@ -41,14 +41,18 @@ impl Checkpoint {
             checkpoint.verify(0, 1)?;
             Ok(checkpoint)
         };
+        let steps = folder::steps(folder)?;
+        if steps.is_empty() {
+            return Ok((sound(folder)?, Vec::new()));
+        }
         let mut notices = Vec::new();
-        for step in folder::steps(folder)?.into_iter().rev() {
+        for step in steps.into_iter().rev() {
             match sound(&folder::of_step(folder, step)) {
                 Ok(checkpoint) => return Ok((checkpoint, notices)),
                 Err(error) => notices.push(passed_over(&error)),
             }
         }
-        Ok((sound(folder)?, notices))
+        Err(none_sound(folder, &notices))
     }
 
     /// Its folder.
@@ -179,7 +183,7 @@ fn latest_sound(within: &Path, steps: &[u64], backend: &dyn Backend, notices: &m
             found => return found,
         }
     }
-    Err(Error::Usage(format!("{}: no checkpoint is sound: {}", within.display(), notices.join("; "))))
+    Err(none_sound(within, notices))
 }
 
 /// Steps of the checkpoints in a folder as rank 0 sees it, ascending. What has the name of one and no manifest was
@@ -216,5 +220,9 @@ fn checked(folder: &Path, backend: &dyn Backend) -> Result<Checkpoint> {
 }
 
 fn passed_over(error: &Error) -> String {
-    format!("{error}; the checkpoint before it is taken")
+    format!("{error}; this checkpoint is passed over")
+}
+
+fn none_sound(within: &Path, notices: &[String]) -> Error {
+    Error::Usage(format!("{}: no checkpoint is sound: {}", within.display(), notices.join("; ")))
 }

@@ -12,6 +12,7 @@ use castor_runtime::{Bytes, limits};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// When a run saves, where, and how many checkpoints it keeps.
 pub struct Saver {
@@ -69,6 +70,7 @@ impl Saver {
 /// If a step is open.
 pub fn save(run_dir: &Path, facts: &Facts, limit: Option<u64>, engine: &mut Engine) -> Result<Vec<String>> {
     assert!(engine.finish()?.is_none(), "a step is open: its outcome would be lost");
+    let began = Instant::now();
     let backend = Arc::clone(engine.manager().backend());
     let rank = u64::from(backend.rank());
     let step = engine.progress().step;
@@ -91,7 +93,9 @@ pub fn save(run_dir: &Path, facts: &Facts, limit: Option<u64>, engine: &mut Engi
     }
     let mut notices = Vec::new();
     if rank == 0 {
-        notices.push(format!("saved {}", folder::of_step(run_dir, step).display()));
+        let (place, bytes) = (folder::of_step(run_dir, step), rank_file::bytes(engine.manager().layout()));
+        let seconds = began.elapsed().as_secs_f64();
+        notices.push(format!("saved {} ({} per rank in {seconds:.2} s)", place.display(), Bytes(bytes)));
         notices.extend(prune(run_dir, step, limit));
     }
     Ok(notices)
