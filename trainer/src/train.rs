@@ -115,8 +115,8 @@ pub fn main(settings: &Settings) -> Result<()> {
             if speaks {
                 let peak = run.engine.manager().ledger().total(Tier::Device);
                 eprintln!(
-                    "castor: the run ended in step {}; {}",
-                    run.begun + run.records + 1,
+                    "castor: the run ended after step {}; {}",
+                    run.begun + run.records,
                     metrics::max_cuda_usage(peak)
                 );
             }
@@ -124,6 +124,12 @@ pub fn main(settings: &Settings) -> Result<()> {
         }
         Ok(finished) => {
             run.conclude(seconds)?;
+            if finished && settings.output.save_model {
+                let folder = run.saver.save_model(&settings.tokenizer, &mut run.engine)?;
+                if speaks {
+                    println!("The model: {}", folder.display());
+                }
+            }
             match signal.load(Ordering::Relaxed) {
                 0 if finished => Ok(()),
                 0 => Err(Error::Interrupted(SIGTERM)),
@@ -274,10 +280,6 @@ impl Run<'_> {
         self.close(open, last)?;
         if !self.evaluation.is_empty() {
             self.evaluate()?;
-        }
-        if self.settings.output.save_model {
-            let folder = checkpoint::save_model(&self.settings.output.dir, &self.settings.tokenizer, &mut self.engine)?;
-            self.say(&[format!("the model: {}", folder.display())]);
         }
         Ok(true)
     }

@@ -349,6 +349,10 @@ fn damage_is_named_and_the_checkpoint_before_is_taken() {
         fs::write(path, whole).unwrap();
     }
     assert_eq!(step(find(run.path(), &Resume::From(latest.clone()), &options).0), 2);
+    // One that begins before the latest says so.
+    let (found, said) = find(run.path(), &Resume::From(run.path().join("checkpoint-1")), &options);
+    assert!(step(found) == 1 && said.contains("checkpoint-2 is of an earlier run"), "{said}");
+    assert!(find(run.path(), &Resume::No, &options).1.contains("checkpoint-2 is of an earlier run"));
     // The run's folder stands for its latest.
     assert_eq!(step(find(Path::new("."), &Resume::From(run.path().into()), &options).0), 2);
 

@@ -110,6 +110,8 @@ fn a_signal_saves_and_ends() {
     let text = succeeds(&mut castor(folder.path(), "TERM", "--resume"));
     assert!(text.contains("going on after step"), "{text}");
     assert!(losses(&folder.path().join("TERM")) == losses(&folder.path().join("whole")));
+    let weights = |run: &str| fs::read(folder.path().join(run).join("model/model.safetensors")).unwrap();
+    assert!(weights("TERM") == weights("whole"));
     // Resumed once more there is nothing to do, and no rate to tell.
     succeeds(&mut castor(folder.path(), "TERM", "--resume --save_steps 5"));
     let text = succeeds(&mut castor(folder.path(), "TERM", "--resume latest"));

@@ -19,25 +19,28 @@ use std::path::Path;
 /// If the checkpoint is not sound, or `out` is not empty or cannot be written.
 pub fn export(checkpoint: &Path, out: &Path, dtype: ExportDType) -> Result<Vec<String>> {
     let (checkpoint, mut notices) = Checkpoint::locate(checkpoint)?;
-    let config = checkpoint.config()?;
-    let source = Stored {
-        files: checkpoint.files()?,
-        groups: Groups::new(&Shape::from(&config)),
-        formats: checkpoint.formats(),
-    };
-    weights::export(out, &config, dtype, FILE_BYTES, &source)?;
+    weights::export(out, &checkpoint.config()?, dtype, FILE_BYTES, &Stored::open(&checkpoint)?)?;
     notices.push(format!("{} in {}", checkpoint.folder().display(), out.display()));
     Ok(notices)
 }
 
 /// Weights in the ranks' files.
-struct Stored {
+pub(super) struct Stored {
     files: RankFiles,
     groups: Groups,
     formats: Formats,
 }
 
 impl Stored {
+    /// The weights of a checkpoint.
+    ///
+    /// # Errors
+    /// If a file cannot be opened.
+    pub fn open(checkpoint: &Checkpoint) -> Result<Stored> {
+        let groups = Groups::new(&Shape::from(&checkpoint.config()?));
+        Ok(Stored { files: checkpoint.files()?, groups, formats: checkpoint.formats() })
+    }
+
     fn bytes(&self, group: GroupId, role: Role, dtype: DType, first: u64, count: u64) -> Result<Vec<u8>> {
         let mut bytes = vec![0; dtype.bytes(count) as usize];
         self.files.read(group.chunk(role), first, count, &mut bytes)?;

@@ -1,6 +1,9 @@
 //! The final weights: what a run leaves for other programs.
 
+use super::export::Stored;
+use super::restore::Checkpoint;
 use super::{agree, failed, folder as folders};
+use crate::config::ModelConfig;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::source::TensorSource;
@@ -39,27 +42,52 @@ pub(super) fn bytes(layout: &Layout) -> u64 {
 }
 
 /// Writes the weights as a Hugging Face folder `model` in `run_dir`, in place of an older one, with the files of
-/// `tokenizer` (a file or folder; any other name is none). All ranks must call it; rank 0 writes, a group of tensors
+/// `tokenizer` (its folder or file; `bytes` has none). All ranks must call it; rank 0 writes, a group of tensors
 /// at a time. Returns the folder.
 ///
 /// # Errors
 /// If rank 0 cannot write: on every rank. An older folder is as it was.
 pub fn save_model(run_dir: &Path, tokenizer: &str, engine: &mut Engine) -> Result<PathBuf> {
     let backend = Arc::clone(engine.manager().backend());
-    let (unfinished, place) = (run_dir.join(format!("{FOLDER}.tmp")), folder(run_dir));
-    let (config, dtype) = (engine.options().config.clone(), stored_as(engine.options().formats.parameter));
+    let (config, formats) = (engine.options().config.clone(), engine.options().formats);
     let source = Gathered { engine: RefCell::new(engine), held: RefCell::default() };
     let written = match backend.rank() {
-        0 => folders::remove(&unfinished)
-            .and_then(|()| weights::export(&unfinished, &config, dtype, FILE_BYTES, &source))
-            .and_then(|()| copy_tokenizer(Path::new(tokenizer), &unfinished))
-            .and_then(|()| folders::put_in_place(&unfinished, &place)),
+        0 => write(run_dir, tokenizer, &config, formats.parameter, &source),
         _ => Ok(()),
     };
     // The other ranks give what they store of every group, whether rank 0 could write it or not.
     let rest = source.read_rest();
     agree(&*backend, written.and(rest))?;
-    Ok(place)
+    Ok(folder(run_dir))
+}
+
+/// As [`save_model`], from a checkpoint that is on disk already: for rank 0 alone.
+///
+/// # Errors
+/// If a file cannot be read or written. An older folder is as it was.
+pub(super) fn save_model_of(checkpoint: &Path, run_dir: &Path, tokenizer: &str) -> Result<PathBuf> {
+    let checkpoint = Checkpoint::open(checkpoint)?;
+    write(run_dir, tokenizer, &checkpoint.config()?, checkpoint.formats().parameter, &Stored::open(&checkpoint)?)?;
+    Ok(folder(run_dir))
+}
+
+fn write(
+    run_dir: &Path,
+    tokenizer: &str,
+    config: &ModelConfig,
+    parameter: DType,
+    source: &dyn TensorSource,
+) -> Result<()> {
+    let unfinished = run_dir.join(format!("{FOLDER}.tmp"));
+    folders::remove(&unfinished)?;
+    let written = weights::export(&unfinished, config, stored_as(parameter), FILE_BYTES, source)
+        .and_then(|()| if tokenizer == "bytes" { Ok(()) } else { copy_tokenizer(Path::new(tokenizer), &unfinished) })
+        .and_then(|()| folders::put_in_place(&unfinished, &folder(run_dir)));
+    if written.is_err() {
+        // The first error is the one to report.
+        let _ = folders::remove(&unfinished);
+    }
+    written
 }
 
 fn copy_tokenizer(from: &Path, into: &Path) -> Result<()> {

@@ -149,7 +149,7 @@ pub fn find(
     backend: &dyn Backend,
 ) -> Result<(Option<Checkpoint>, Vec<String>)> {
     let (within, asked) = match resume {
-        Resume::No => return Ok((None, Vec::new())),
+        Resume::No => return Ok((None, later(run_dir, 0)?)),
         Resume::Latest => (run_dir, false),
         Resume::From(folder) => (folder.as_path(), true),
     };
@@ -167,12 +167,25 @@ pub fn find(
         false => latest_sound(within, &steps, backend, &mut notices)?,
     };
     notices.extend(checkpoint.allow(facts)?);
+    if asked {
+        notices.extend(later(run_dir, checkpoint.progress().step)?);
+    }
     notices.push(format!("going on after step {} from {}", checkpoint.progress().step, checkpoint.folder.display()));
     let (then, now) = (checkpoint.world(), backend.world());
     if then != u64::from(now) {
         notices.push(format!("it was written by {then} ranks and is read by {now}: sums round otherwise from here on"));
     }
     Ok((Some(checkpoint), notices))
+}
+
+/// What to say of checkpoints in the run's folder that are ahead of where the run begins.
+fn later(run_dir: &Path, begins: u64) -> Result<Vec<String>> {
+    let ahead = folder::steps(run_dir)?.into_iter().rfind(|step| *step > begins);
+    let said = |step| {
+        let folder = folder::of_step(run_dir, step);
+        format!("{} is of an earlier run, and `--resume latest` takes it unless it is removed", folder.display())
+    };
+    Ok(ahead.map(said).into_iter().collect())
 }
 
 fn latest_sound(within: &Path, steps: &[u64], backend: &dyn Backend, notices: &mut Vec<String>) -> Result<Checkpoint> {

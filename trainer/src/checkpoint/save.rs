@@ -20,14 +20,23 @@ pub struct Saver {
     every: Every,
     limit: Option<u64>,
     facts: Facts,
-    /// The step that was saved last.
+    /// The step whose checkpoint the run goes on from.
+    begun: Option<u64>,
+    /// The step that this session saved last.
     saved: Option<u64>,
 }
 
 impl Saver {
     /// Saves as `output` asks. `begun` is the step whose checkpoint the run goes on from.
     pub fn new(output: &OutputSettings, facts: Facts, begun: Option<u64>) -> Saver {
-        Saver { run_dir: output.dir.clone(), every: output.save, limit: output.save_total_limit, facts, saved: begun }
+        Saver {
+            run_dir: output.dir.clone(),
+            every: output.save,
+            limit: output.save_total_limit,
+            facts,
+            begun,
+            saved: None,
+        }
     }
 
     /// Whether the run is to be saved after step `done` of `total`: as often as asked, and at the end.
@@ -50,12 +59,28 @@ impl Saver {
     /// As [`save`].
     pub fn save(&mut self, engine: &mut Engine) -> Result<Vec<String>> {
         let step = engine.progress().step;
-        if self.saved == Some(step) {
+        if [self.begun, self.saved].contains(&Some(step)) {
             return Ok(Vec::new());
         }
         let notices = save(&self.run_dir, &self.facts, self.limit, engine)?;
         self.saved = Some(step);
         Ok(notices)
+    }
+
+    /// Writes the final weights: as [`save_model`](super::save_model), which all ranks must call. What was just
+    /// saved is not gathered again but read from there by rank 0.
+    ///
+    /// # Errors
+    /// As [`save_model`](super::save_model).
+    pub fn save_model(&self, tokenizer: &str, engine: &mut Engine) -> Result<PathBuf> {
+        let step = engine.progress().step;
+        if self.saved != Some(step) {
+            return model::save_model(&self.run_dir, tokenizer, engine);
+        }
+        match engine.manager().backend().rank() {
+            0 => model::save_model_of(&folder::of_step(&self.run_dir, step), &self.run_dir, tokenizer),
+            _ => Ok(model::folder(&self.run_dir)),
+        }
     }
 }
 
