@@ -59,7 +59,7 @@ pub fn main(settings: &Settings) -> Result<()> {
     options.evaluates = !evaluation.is_empty();
     let (blueprint, plan) = session::plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
     if speaks {
-        checkpoint::room(settings, blueprint.layout())?;
+        checkpoint::prepare(settings, blueprint.layout())?;
     }
     let facts = Facts::of(
         blueprint.options(),

@@ -54,10 +54,12 @@ fn losses(run: &Path) -> Vec<[u64; 2]> {
         .collect()
 }
 
+/// Checkpoints, and what is unfinished.
 fn checkpoints(run: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(run) else { return Vec::new() };
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    let mut names: Vec<String> = names.filter(|name| name.starts_with("checkpoint-")).collect();
+    let mut names: Vec<String> =
+        names.filter(|name| name.starts_with("checkpoint-") || name.contains(".tmp")).collect();
     names.sort();
     names
 }

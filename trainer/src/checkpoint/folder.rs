@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "checkpoint-";
 const UNFINISHED: &str = ".tmp";
+/// Name of the folder with the final weights, and of all its unfinished forms.
+const MODEL: &str = "model";
+const UNFINISHED_MODEL: &str = "model.tmp";
 
 /// Folder of step `step`'s checkpoint.
 pub(super) fn of_step(run_dir: &Path, step: u64) -> PathBuf {
@@ -18,6 +21,16 @@ pub(super) fn of_step(run_dir: &Path, step: u64) -> PathBuf {
 /// Where it is while it is not whole.
 pub(super) fn unfinished(run_dir: &Path, step: u64) -> PathBuf {
     run_dir.join(format!("{PREFIX}{step}{UNFINISHED}"))
+}
+
+/// Folder of the final weights.
+pub(super) fn of_model(run_dir: &Path) -> PathBuf {
+    run_dir.join(MODEL)
+}
+
+/// Where they are while they are not whole.
+pub(super) fn unfinished_model(run_dir: &Path) -> PathBuf {
+    run_dir.join(UNFINISHED_MODEL)
 }
 
 /// Steps for which there is a folder with a checkpoint's name, ascending by number; none where there is no `run_dir`.
@@ -41,7 +54,7 @@ pub(super) fn steps(run_dir: &Path) -> Result<Vec<u64>> {
 /// If something cannot be removed.
 pub(super) fn clean(run_dir: &Path) -> Result<()> {
     for name in names(run_dir)? {
-        if name.starts_with(PREFIX) && name.ends_with(UNFINISHED) {
+        if name.starts_with(PREFIX) && name.ends_with(UNFINISHED) || name.starts_with(UNFINISHED_MODEL) {
             remove(&run_dir.join(name))?;
         }
     }
@@ -122,9 +135,12 @@ mod tests {
             fs::create_dir(run.path().join(name)).unwrap();
         }
         fs::write(run.path().join("checkpoint-11"), "a file").unwrap();
+        fs::create_dir(run.path().join("model.tmp.tmp-12")).unwrap();
         assert_eq!(steps(run.path()).unwrap(), [9, 10]);
         clean(run.path()).unwrap();
-        assert!(!run.path().join("checkpoint-8.tmp").exists() && run.path().join("checkpoint-x").exists());
+        let is_there = |name: &str| run.path().join(name).exists();
+        assert!(!is_there("checkpoint-8.tmp") && !is_there("model.tmp.tmp-12"));
+        assert!(is_there("checkpoint-x") && is_there("model"));
         assert!(steps(&run.path().join("nowhere")).unwrap().is_empty());
     }
 

@@ -28,7 +28,7 @@ pub use export::export;
 pub use facts::{Data, Facts};
 pub use model::save_model;
 pub use restore::{Checkpoint, find};
-pub use save::{Saver, room, save};
+pub use save::{Saver, prepare, save};
 
 use crate::error::{Error, Result};
 use castor_kernels::Backend;

@@ -2,7 +2,7 @@
 
 use super::export::Stored;
 use super::restore::Checkpoint;
-use super::{agree, failed, folder as folders};
+use super::{agree, failed, folder};
 use crate::config::ModelConfig;
 use crate::engine::Engine;
 use crate::error::Result;
@@ -14,8 +14,6 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Name of the folder in the run's folder.
-const FOLDER: &str = "model";
 /// What belongs to a tokenizer; the first is it.
 const TOKENIZER_FILES: [&str; 4] =
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
@@ -31,12 +29,7 @@ const fn stored_as(parameter: DType) -> ExportDType {
     }
 }
 
-/// The folder in a run's folder.
-pub(super) fn folder(run_dir: &Path) -> PathBuf {
-    run_dir.join(FOLDER)
-}
-
-/// Bytes of the weights in that folder.
+/// Bytes of the final weights.
 pub(super) fn bytes(layout: &Layout) -> u64 {
     layout.formats.parameter.bytes(layout.used())
 }
@@ -58,7 +51,7 @@ pub fn save_model(run_dir: &Path, tokenizer: &str, engine: &mut Engine) -> Resul
     // The other ranks give what they store of every group, whether rank 0 could write it or not.
     let rest = source.read_rest();
     agree(&*backend, written.and(rest))?;
-    Ok(folder(run_dir))
+    Ok(folder::of_model(run_dir))
 }
 
 /// As [`save_model`], from a checkpoint that is on disk already: for rank 0 alone.
@@ -68,7 +61,7 @@ pub fn save_model(run_dir: &Path, tokenizer: &str, engine: &mut Engine) -> Resul
 pub(super) fn save_model_of(checkpoint: &Path, run_dir: &Path, tokenizer: &str) -> Result<PathBuf> {
     let checkpoint = Checkpoint::open(checkpoint)?;
     write(run_dir, tokenizer, &checkpoint.config()?, checkpoint.formats().parameter, &Stored::open(&checkpoint)?)?;
-    Ok(folder(run_dir))
+    Ok(folder::of_model(run_dir))
 }
 
 fn write(
@@ -78,14 +71,14 @@ fn write(
     parameter: DType,
     source: &dyn TensorSource,
 ) -> Result<()> {
-    let unfinished = run_dir.join(format!("{FOLDER}.tmp"));
-    folders::remove(&unfinished)?;
+    let unfinished = folder::unfinished_model(run_dir);
+    folder::remove(&unfinished)?;
     let written = weights::export(&unfinished, config, stored_as(parameter), FILE_BYTES, source)
         .and_then(|()| if tokenizer == "bytes" { Ok(()) } else { copy_tokenizer(Path::new(tokenizer), &unfinished) })
-        .and_then(|()| folders::put_in_place(&unfinished, &folder(run_dir)));
+        .and_then(|()| folder::put_in_place(&unfinished, &folder::of_model(run_dir)));
     if written.is_err() {
         // The first error is the one to report.
-        let _ = folders::remove(&unfinished);
+        let _ = folder::remove(&unfinished);
     }
     written
 }

@@ -223,6 +223,9 @@ fn refused(path: &Path, call: &'static str, offset: u64, bytes: u64, error: &std
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
             format!("{error}; free space there, or save elsewhere with --output_dir")
         }
+        std::io::ErrorKind::NotFound if call == "create" => {
+            format!("{error}; --output_dir must be one folder for all hosts")
+        }
         _ => error.to_string(),
     };
     Error::Kernels(castor_kernels::Error::File { path: path.to_owned(), call, offset, bytes, reason })

@@ -79,7 +79,7 @@ impl Saver {
         }
         match engine.manager().backend().rank() {
             0 => model::save_model_of(&folder::of_step(&self.run_dir, step), &self.run_dir, tokenizer),
-            _ => Ok(model::folder(&self.run_dir)),
+            _ => Ok(folder::of_model(&self.run_dir)),
         }
     }
 }
@@ -177,29 +177,27 @@ fn prune(run_dir: &Path, new: u64, limit: Option<u64>) -> Vec<String> {
     removed.err().map(|error| format!("an old checkpoint stays: {error}")).into_iter().collect()
 }
 
-/// Checks that a run of this layout can write into its folder, which is made if it is not there, and that a
-/// checkpoint and the final model fit there, as far as they are asked for.
+/// Makes a run's folder ready: it is there, free of what crashes left, files can be written, and a checkpoint and the
+/// final model fit, as far as they are asked for.
 ///
 /// # Errors
 /// [`Error::Usage`] with both numbers, why nothing can be written, or that the final model would replace the first.
-pub fn room(settings: &Settings, layout: &Layout) -> Result<()> {
+pub fn prepare(settings: &Settings, layout: &Layout) -> Result<()> {
     let (output, run_dir) = (&settings.output, &settings.output.dir);
     let checkpoint = if output.save == Every::Never { 0 } else { rank_file::bytes(layout) * layout.world };
     let bytes = checkpoint + if output.save_model { model::bytes(layout) } else { 0 };
     let refuse = |reason: String| Error::Usage(format!("--output_dir {}: {reason}", run_dir.display()));
-    let (first, last) =
-        (settings.model.as_ref().map(|model| model.canonicalize()), model::folder(run_dir).canonicalize());
-    if let (true, Some(Ok(first)), Ok(last)) = (output.save_model, first, last)
-        && first == last
-    {
+    let same = || Some(settings.model.as_ref()?.canonicalize().ok()? == folder::of_model(run_dir).canonicalize().ok()?);
+    if output.save_model && same() == Some(true) {
         return Err(refuse("the final model would replace that of --model; choose another or --no_save_model".into()));
     }
-    let probe = || {
+    let write = || {
         fs::create_dir_all(run_dir)?;
-        tempfile::tempfile_in(run_dir)?;
-        limits::disk_available_bytes(run_dir)
+        tempfile::tempfile_in(run_dir)
     };
-    let available = probe().map_err(|error| refuse(format!("{error}; give a folder in which files can be written")))?;
+    write().map_err(|error| refuse(format!("{error}; give a folder in which files can be written")))?;
+    folder::clean(run_dir)?;
+    let available = limits::disk_available_bytes(run_dir).map_err(|error| failed(run_dir, "statvfs", &error))?;
     if available < bytes {
         return Err(refuse(format!(
             "a checkpoint and the final model take {} ({bytes} bytes) and {} ({available} bytes) are free; give a \
