@@ -362,6 +362,32 @@ fn damage_is_named_and_the_checkpoint_before_is_taken() {
     assert!(refused.contains("checkpoint-1/rank-0.bin") && refused.contains("checkpoint-2/rank-0.bin"), "{refused}");
 }
 
+/// Each rank checks a part of the files; what one finds, all know.
+#[test]
+fn all_ranks_pass_over_what_one_finds_damaged() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = small(temporary.path(), 48, true);
+    let run = tempfile::tempdir().unwrap();
+    let steps = ranks(&small_options(&folder), 2, |engine| {
+        engine.load(&RandomWeights::new(&engine.options().config.clone(), 3)).unwrap();
+        save(run.path(), engine);
+        train(engine, 0..1);
+        let latest = save(run.path(), engine);
+        let (facts, backend) = (facts(engine.options()), Arc::clone(engine.manager().backend()));
+        if backend.rank() == 0 {
+            let file = latest.join("rank-1.bin");
+            let mut bytes = fs::read(&file).unwrap();
+            bytes[100] ^= 1;
+            fs::write(&file, bytes).unwrap();
+        }
+        backend.exchange(&[]).unwrap();
+        let (found, said) = checkpoint::find(&Resume::Latest, run.path(), &facts, &*backend).unwrap();
+        assert!(said.iter().any(|line| line.contains("checkpoint-1/rank-1.bin")), "{said:?}");
+        found.unwrap().progress().step
+    });
+    assert_eq!(steps, [0, 0]);
+}
+
 #[test]
 fn names_alone_make_no_checkpoint() {
     let temporary = tempfile::tempdir().unwrap();
