@@ -7,6 +7,10 @@
 // group and the query tiles in order, and dQ has a kernel of its own that recomputes the scores once more
 // instead of adding atomically.
 //
+// spills allowed: attention_backward_kv with -DHEAD=256: rare heads; a few words outside of the inner products
+// spills allowed: attention_backward_q with -DHEAD=256: as above
+// spills allowed: attention_backward_kv with -DHEAD=128: on sm_80 and sm_100 only; none on sm_90a
+//
 // A tile in shared memory has HEAD columns of 16 bits; its 16-byte pieces are permuted (piece ^ row & 7) so
 // that ldmatrix meets no bank twice.
 

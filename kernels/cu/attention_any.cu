@@ -187,7 +187,7 @@ extern "C" __global__ __launch_bounds__(128) void attention_backward_q(const Rea
 }
 
 // Rows are keys here, columns are queries: over the group's heads and the query tiles from the diagonal down.
-extern "C" __global__ __launch_bounds__(128) void attention_backward_kv(const Real* qkv, const Real* d_out,
+extern "C" __global__ __launch_bounds__(128, 2) void attention_backward_kv(const Real* qkv, const Real* d_out,
                                                                         const float* stats, const float* delta,
                                                                         Real* d_qkv, Shape shape) {
     extern __shared__ float memory[];

@@ -383,3 +383,6 @@ fn scratch_bytes(request: &Request, backend: &dyn Backend) -> u64 {
         .unwrap_or(0)
         .next_multiple_of(4)
 }
+
+#[cfg(test)]
+mod tests;

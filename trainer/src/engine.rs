@@ -215,7 +215,9 @@ impl Blueprint {
     ) -> castor_runtime::Result<Plan> {
         let device = backend.device();
         let profile = DryProfile { workspace_bytes: backend.workspace_bytes(), ..DryProfile::default() };
-        let dry = || -> Arc<dyn Backend> { Arc::new(Dry::new(backend.world(), backend.rank(), profile.clone())) };
+        let world = self.layout.world as u32;
+        let rank = backend.rank().min(world - 1);
+        let dry = || -> Arc<dyn Backend> { Arc::new(Dry::new(world, rank, profile.clone())) };
         Plan::make(
             &self.layout,
             self.fixed(),
@@ -496,6 +498,7 @@ impl Engine {
     /// # Errors
     /// If the inputs do not fit or the world below refuses.
     pub fn gradients(&mut self, inputs: &StepInputs) -> Result<StepResult> {
+        self.flush()?;
         let ops = self.ops.as_ref();
         self.inputs.send(ops, inputs.micros)?;
         let loss_scale = self.track.progress.loss_scale.scale();
@@ -506,6 +509,8 @@ impl Engine {
         pass.end()?;
         let ticket = self.inputs.read_back(ops)?;
         let readings = self.inputs.read(ops, ticket)?;
+        // These gradients are for looking at: no update may follow from them.
+        ops.zero(self.inputs.control());
         Ok(StepResult {
             step: self.track.progress.step,
             loss: f64::from(readings.loss_sum) / inputs.tokens as f64,

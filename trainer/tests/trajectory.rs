@@ -19,7 +19,7 @@ use castor_trainer::{
 };
 use safetensors::SafeTensors;
 use std::path::Path;
-use support::{adamw, close, engine, engine_with, json, options, plenty, shared};
+use support::{adamw, close, engine, engine_with, json, options, plenty, shared, tight};
 
 const GOLDEN: [&str; 3] = ["mha", "gqa_tied", "llama3_rope"];
 /// Sums in another order make losses differ by less than this over ten steps.
@@ -219,9 +219,10 @@ fn placement_and_recompute_change_no_bit() {
             options.optimizer = Some(optimizer);
             options
         };
-        let plain = bits(&mut engine(make(Keep::All), &folder), &folder, 2);
-        let tight =
-            Budgets { device: 3_300_000, host: 1_200_000, nvme: 16 << 20, nvme_folder: Some(nvme.path().to_owned()) };
+        let mut plain_engine = engine(make(Keep::All), &folder);
+        let plain = bits(&mut plain_engine, &folder, 2);
+        let model = plain_engine.manager().layout().model_bytes();
+        let tight = tight(&make(Keep::Block), model * 3 / 4, model * 3 / 8, nvme.path());
         let host = HostPolicy { parameters: true, optimizer: true };
         let half = StaticPolicy { offload_param_frac: 0.5, offload_optim_frac: 0.5 };
         let cases: [(&dyn PlacementPolicy, Budgets, Keep); 4] = [
@@ -234,6 +235,9 @@ fn placement_and_recompute_change_no_bit() {
             let what = format!("{dtype:?} {moments:?} {} {keep:?}", policy.name());
             let mut engine = engine_with(make(keep), &folder, policy, budgets);
             assert!(plain == bits(&mut engine, &folder, 2), "{what}");
+            let moved = engine.manager().traffic();
+            // The squeezed run has used every tier.
+            assert!(keep != Keep::Block || moved.nvme_read > 0 && moved.host_to_device > 0, "{what}: {moved:?}");
         }
     }
 }

@@ -387,32 +387,25 @@ mod tests {
             .and_then(|d| d.set(2702, value::CHAR, &text)?.finalize())
             .unwrap();
         let target = Target::Properties(&properties);
-        for (batch, sequence, heads, kv_heads, head_dim) in [
-            (8, 2048, 32, 32, 128),
-            (2, 4096, 32, 8, 128),
-            (8, 2048, 16, 16, 64),
-            (2, 1000, 16, 4, 64),
-            (1, 97, 6, 2, 128),
+        // Few shapes, because a plan takes seconds: Llama 7B's, and grouped heads with odd sequences.
+        for ((batch, sequence, heads, kv_heads, head_dim), dtype) in [
+            ((8, 2048, 32, 32, 128), DType::Bf16),
+            ((2, 1000, 16, 4, 64), DType::F16),
+            ((1, 97, 6, 2, 128), DType::Bf16),
         ] {
-            for dtype in [DType::Bf16, DType::F16] {
-                // Every shape in bf16, one in f16: plans take seconds to make.
-                if dtype == DType::F16 && sequence != 1000 {
-                    continue;
+            for (pass, deterministic) in [(Pass::Forward, false), (Pass::Backward, false), (Pass::Backward, true)] {
+                let shape = attention(batch, sequence, heads, kv_heads, head_dim, deterministic);
+                let shape = Cudnn::key(pass, shape, dtype).shape;
+                let plan = cudnn_graph::build(&library, target, pass, shape, dtype)
+                    .unwrap_or_else(|error| panic!("{pass:?} {shape:?} {dtype:?}: {error}"));
+                println!("{pass:?} {shape:?} {dtype:?}: workspace {}", plan.workspace_bytes);
+                if shape.deterministic {
+                    let square = shape.batch * shape.heads * shape.sequence.pow(2) * 2;
+                    assert!(plan.workspace_bytes >= square, "deterministic, but no room for its scores");
                 }
-                for (pass, deterministic) in [(Pass::Forward, false), (Pass::Backward, false), (Pass::Backward, true)] {
-                    let shape = attention(batch, sequence, heads, kv_heads, head_dim, deterministic);
-                    let shape = Cudnn::key(pass, shape, dtype).shape;
-                    let plan = cudnn_graph::build(&library, target, pass, shape, dtype)
-                        .unwrap_or_else(|error| panic!("{pass:?} {shape:?} {dtype:?}: {error}"));
-                    println!("{pass:?} {shape:?} {dtype:?}: workspace {}", plan.workspace_bytes);
-                    if shape.deterministic {
-                        let square = shape.batch * shape.heads * shape.sequence.pow(2) * 2;
-                        assert!(plan.workspace_bytes >= square, "deterministic, but no room for its scores");
-                    }
-                    let text = plan.text().unwrap();
-                    let again = Plan::from_text(&library, target, &text).unwrap();
-                    assert_eq!(again.workspace_bytes, plan.workspace_bytes);
-                }
+                let text = plan.text().unwrap();
+                let again = Plan::from_text(&library, target, &text).unwrap();
+                assert_eq!(again.workspace_bytes, plan.workspace_bytes);
             }
         }
         let odd = attention(1, 64, 2, 2, 20, false);

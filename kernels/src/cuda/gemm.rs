@@ -23,6 +23,7 @@ use cudarc::cublaslt::sys::{cublasComputeType_t, cublasStatus_t, cudaDataType_t}
 use cudarc::driver::sys::{self, CUevent, CUstream};
 use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 
 /// Bytes of workspace that cuBLASLt may use. 32 MiB is its own recommendation for Hopper.
@@ -91,7 +92,8 @@ pub(crate) struct Gemm {
     tf32: bool,
     /// Whether first uses are timed. Off: what the cache says, else the heuristic's first.
     tunes: bool,
-    prepared: Mutex<HashMap<Key, Prepared>>,
+    /// None: the library has no algorithm.
+    prepared: Mutex<HashMap<Key, Option<Prepared>>>,
     algorithms: Mutex<Algorithms>,
     clock: [CUevent; 2],
 }
@@ -213,20 +215,21 @@ impl Gemm {
             return Ok(true);
         }
         let mut table = self.prepared.lock();
-        if !table.contains_key(&key) {
-            match self.prepare(stream, workspace, key, operands)? {
-                Some(prepared) => table.insert(key, prepared),
-                None if key.bias => return Ok(false),
-                None => {
-                    return Err(Error::Unsupported {
-                        what: format!("the product {key:?}"),
-                        backend: "cuda",
-                        instead: "cuBLASLt has no algorithm for it: use a shape whose sizes are multiples of 8".into(),
-                    });
-                }
+        let known = match table.entry(key) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(place) => place.insert(self.prepare(stream, workspace, key, operands)?),
+        };
+        let Some(prepared) = known else {
+            return match key.bias {
+                true => Ok(false),
+                false => Err(Error::Unsupported {
+                    what: format!("the product {key:?}"),
+                    backend: "cuda",
+                    instead: "cuBLASLt has no algorithm for it: use a shape whose sizes are multiples of 8".into(),
+                }),
             };
-        }
-        self.launch(stream, workspace, key, &table[&key], &table[&key].algorithm, operands, 1.0)?;
+        };
+        self.launch(stream, workspace, key, prepared, &prepared.algorithm, operands, 1.0)?;
         Ok(true)
     }
 
@@ -290,11 +293,12 @@ impl Gemm {
             self.algorithms.lock().get(key, self.tf32).filter(|data| candidates.iter().any(|c| c.data == *data));
         if let Some(data) = remembered {
             prepared.algorithm = lt::cublasLtMatmulAlgo_t { data };
-        } else if self.tunes && candidates.len() > 1 {
-            if let Some(fastest) = self.fastest(stream, workspace, key, &prepared, &candidates, operands)? {
-                prepared.algorithm = fastest;
-                self.algorithms.lock().put(key, self.tf32, fastest.data);
-            }
+        } else if self.tunes
+            && candidates.len() > 1
+            && let Some(fastest) = self.fastest(stream, workspace, key, &prepared, &candidates, operands)?
+        {
+            prepared.algorithm = fastest;
+            self.algorithms.lock().put(key, self.tf32, fastest.data);
         }
         Ok(Some(prepared))
     }

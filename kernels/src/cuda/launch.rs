@@ -556,7 +556,7 @@ mod tests {
     fn a_block_holds_its_whole_row() {
         for hidden in (8..=8192).step_by(8) {
             let (held, threads) = held(hidden, true).unwrap();
-            assert!(held * u64::from(threads) * 8 >= hidden && threads <= 256 && threads % 32 == 0, "{hidden}");
+            assert!(held * u64::from(threads) * 8 >= hidden && threads <= 256 && threads.is_multiple_of(32), "{hidden}");
         }
         assert_eq!(held(4096, true), Some((2, 256)));
         assert_eq!(held(4096, false), None);
@@ -568,7 +568,7 @@ mod tests {
     fn swiglu_blocks_are_whole_warps() {
         for ffn in [1, 8, 344, 2816, 11008, 14336, 28672] {
             let threads = swiglu_threads(ffn);
-            assert!((32..=256).contains(&threads) && threads % 32 == 0, "{ffn}: {threads}");
+            assert!((32..=256).contains(&threads) && threads.is_multiple_of(32), "{ffn}: {threads}");
         }
     }
 }

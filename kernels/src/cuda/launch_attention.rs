@@ -68,7 +68,6 @@ const LARGEST_HEAD: u64 = 256;
 struct Operands<'a> {
     all: &'a [Ptr],
     shape: Attention,
-    dtype: DType,
 }
 
 impl Operands<'_> {
@@ -112,7 +111,7 @@ impl Launcher {
             threads: 128,
             shared: program.shared_bytes(kernel, shape.head_dim as u32),
         };
-        let values = Operands { all: &[qkv, out], shape, dtype }.packed();
+        let values = Operands { all: &[qkv, out], shape }.packed();
         // SAFETY: attention_forward(qkv, out, stats, shape).
         unsafe {
             self.modules.launch(
@@ -146,7 +145,7 @@ impl Launcher {
             Program::Attention(..) => (64, 1),
             _ => (16, 1),
         };
-        let values = Operands { all: &[qkv, d_out, d_qkv], shape, dtype }.packed();
+        let values = Operands { all: &[qkv, d_out, d_qkv], shape }.packed();
         let all_rows = shape.tokens() * shape.heads;
         let extent = |kernel, heads| Extent {
             grid: (shape.sequence.div_ceil(rows), heads, shape.batch),

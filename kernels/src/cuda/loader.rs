@@ -168,7 +168,8 @@ fn folders() -> Folders {
     }
     known.retain(|folder| folder.is_dir());
     let mut seen = std::collections::HashSet::new();
-    known.retain(|folder| seen.insert(folder.clone()));
+    // One folder can have several names (`lib64` is often a link to `lib`).
+    known.retain(|folder| seen.insert(std::fs::canonicalize(folder).unwrap_or_else(|_| folder.clone())));
     Folders { explicit, known }
 }
 

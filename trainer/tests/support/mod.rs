@@ -4,6 +4,7 @@
 use castor_kernels::{
     Backend, DType,
     cpu::{Cpu, CpuOptions},
+    link::{Link, LinkOptions},
 };
 use castor_runtime::{
     layout::Sharding,
@@ -75,6 +76,19 @@ pub fn plenty() -> Budgets {
     Budgets { device: 1 << 30, host: 1 << 30, ..Budgets::default() }
 }
 
+/// Budgets that leave this many bytes for model data beside the fixed memory of a run, and a disk.
+pub fn tight(options: &Options, device: u64, host: u64, nvme: &Path) -> Budgets {
+    let cpu = Cpu::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap();
+    let fixed = Blueprint::new(options.clone(), &cpu).fixed();
+    let sum = |parts: &[(_, u64)]| parts.iter().map(|(_, bytes)| bytes.next_multiple_of(4096)).sum::<u64>();
+    Budgets {
+        device: sum(&fixed.device) + cpu.workspace_bytes() + device,
+        host: sum(&fixed.host) + host,
+        nvme: 64 << 20,
+        nvme_folder: Some(nvme.to_owned()),
+    }
+}
+
 /// An engine with everything on the device and the weights of `folder`.
 pub fn engine(options: Options, folder: &Path) -> Engine {
     engine_with(options, folder, &DevicePolicy, plenty())
@@ -82,15 +96,36 @@ pub fn engine(options: Options, folder: &Path) -> Engine {
 
 /// An engine by a policy under budgets, with the weights of `folder`.
 pub fn engine_with(options: Options, folder: &Path, policy: &dyn PlacementPolicy, budgets: Budgets) -> Engine {
-    let cpu: Arc<dyn Backend> = Arc::new(
-        Cpu::new(CpuOptions { device_bytes: Some(budgets.device), threads: Some(1), ..CpuOptions::default() }).unwrap(),
-    );
+    engine_of_rank(options, folder, policy, budgets, None)
+}
+
+/// One rank's engine; `link` joins it to the others.
+pub fn engine_of_rank(
+    options: Options,
+    folder: &Path,
+    policy: &dyn PlacementPolicy,
+    budgets: Budgets,
+    link: Option<Link>,
+) -> Engine {
+    let machine = CpuOptions { device_bytes: Some(budgets.device), threads: Some(1), link, ..CpuOptions::default() };
+    let cpu: Arc<dyn Backend> = Arc::new(Cpu::new(machine).unwrap());
     let blueprint = Blueprint::new(options, cpu.as_ref());
     let plan = blueprint.plan(cpu.as_ref(), policy, budgets, None).unwrap();
     let mut engine = Engine::new(cpu, &blueprint, plan).unwrap();
     let (weights, _) = HfFolder::open(folder, &engine.options().config).unwrap();
     engine.load(&weights).unwrap();
     engine
+}
+
+/// Runs `rank(number, link)` on as many threads as there are ranks; what each returned, in order.
+pub fn ranks<T: Send>(world: u32, rank: impl Fn(u32, Option<Link>) -> T + Sync) -> Vec<T> {
+    let links = Link::in_process(world, LinkOptions::default()).unwrap();
+    let rank = &rank;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            (0..).zip(links).map(|(number, link)| scope.spawn(move || rank(number, Some(link)))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
 }
 
 /// |a − b| ≤ tolerance · |b|, with both in the message.

@@ -1,0 +1,146 @@
+//! Several ranks: the same training whatever is split over how many.
+
+mod support;
+
+use castor_kernels::{DType, link::Link};
+use castor_runtime::{
+    GroupId,
+    layout::Sharding,
+    plan::Budgets,
+    policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy},
+};
+use castor_trainer::{
+    engine::{Options, StepInputs, StepResult, formats},
+    inputs::MicroBatch,
+    optimizer::Optimizer,
+    parity::Batch,
+};
+use std::path::Path;
+use support::{close, engine_of_rank, options, plenty, ranks, shared};
+
+const NOTHING: Sharding = Sharding { parameters: false, gradients: false, optimizer: false };
+const ZERO1: Sharding = Sharding { optimizer: true, ..NOTHING };
+const ZERO2: Sharding = Sharding { gradients: true, ..ZERO1 };
+const ZERO3: Sharding = Sharding { parameters: true, ..ZERO2 };
+
+/// Rows of a step, over all ranks: divisible by every world size tested.
+const ROWS: usize = 12;
+
+/// What a run leaves: its results and all weights.
+type Outcome = (Vec<StepResult>, Vec<f32>);
+
+/// Five steps of twelve rows, each rank taking its part of the rows.
+fn train(
+    options: &Options,
+    folder: &Path,
+    policy: &(dyn PlacementPolicy + Sync),
+    budgets: &Budgets,
+    world: u32,
+) -> Outcome {
+    let rank = |rank: u32, link: Option<Link>| {
+        let each = ROWS / world as usize;
+        let mut options = options.clone();
+        options.batch = each as u64;
+        let mut engine = engine_of_rank(options, folder, policy, budgets.clone(), link);
+        let mut results = Vec::new();
+        for step in 0..5 {
+            let batch = rows_of(folder, step, rank as usize * each, each);
+            let micros = [MicroBatch { ids: &batch.ids, labels: &batch.labels }];
+            let tokens = engine.total(micros[0].counted(batch.sequence)).unwrap();
+            results.extend(engine.step(&StepInputs { micros: &micros, tokens }).unwrap());
+        }
+        results.extend(engine.finish().unwrap());
+        let groups = engine.groups().count() as u32;
+        let weights = (0..groups).flat_map(|group| engine.read_group(GroupId(group)).unwrap()).collect();
+        (results, weights)
+    };
+    let mut outcomes = ranks(world, rank);
+    let first = outcomes.swap_remove(0);
+    for other in outcomes {
+        same("ranks disagree", &first, &other);
+    }
+    first
+}
+
+/// Rows `first .. first + count` of step `step`, from the golden batches of three rows.
+fn rows_of(folder: &Path, step: usize, first: usize, count: usize) -> Batch {
+    let path = folder.join("batch.safetensors");
+    let mut all = Batch { sequence: 0, ids: Vec::new(), labels: Vec::new() };
+    for index in 0..ROWS / 3 {
+        let batch = Batch::read_numbered(&path, (step * 2 + index) % 10).unwrap();
+        all.sequence = batch.sequence;
+        all.ids.extend(batch.ids);
+        all.labels.extend(batch.labels);
+    }
+    let sequence = all.sequence as usize;
+    let range = first * sequence..(first + count) * sequence;
+    Batch { sequence: all.sequence, ids: all.ids[range.clone()].to_vec(), labels: all.labels[range].to_vec() }
+}
+
+#[track_caller]
+fn same(what: &str, a: &Outcome, b: &Outcome) {
+    for (a, b) in a.0.iter().zip(&b.0) {
+        assert_eq!(a.loss.to_bits(), b.loss.to_bits(), "{what}: loss of step {}", a.step);
+        assert_eq!(a.grad_norm.to_bits(), b.grad_norm.to_bits(), "{what}: norm of step {}", a.step);
+    }
+    assert!(a.1.iter().zip(&b.1).all(|(a, b)| a.to_bits() == b.to_bits()), "{what}: weights");
+}
+
+fn adamw_options(folder: &Path) -> Options {
+    options(folder, ROWS as u64, 40, 1)
+}
+
+/// L6: what is split and where it lies changes no bit.
+#[test]
+fn sharding_and_placement_change_no_bit() {
+    let Some(golden) = shared("golden") else {
+        return;
+    };
+    let folder = golden.join("gqa_tied");
+    let sophia = Optimizer::Sophia { beta1: 0.965, beta2: 0.99, rho: 0.04, weight_decay: 0.1, every: 2 };
+    for (dtype, moments, optimizer) in [(DType::F32, DType::F32, None), (DType::Bf16, DType::Bf16, Some(sophia))] {
+        let with = |sharding: Sharding| {
+            let mut options = adamw_options(&folder);
+            options.formats = formats(dtype, dtype, moments);
+            options.sharding = sharding;
+            options.optimizer = optimizer.or(options.optimizer);
+            options
+        };
+        let plain = train(&with(ZERO3), &folder, &DevicePolicy, &plenty(), 2);
+        for (name, sharding) in [("ddp", NOTHING), ("zero1", ZERO1), ("zero2", ZERO2)] {
+            let other = train(&with(sharding), &folder, &DevicePolicy, &plenty(), 2);
+            same(&format!("{name} {dtype:?}"), &plain, &other);
+        }
+        let host = HostPolicy { parameters: true, optimizer: true };
+        let offloaded = train(&with(ZERO3), &folder, &host, &plenty(), 2);
+        same(&format!("zero3 offload {dtype:?}"), &plain, &offloaded);
+        let optimizer_on_host = HostPolicy { parameters: false, optimizer: true };
+        let offloaded = train(&with(ZERO2), &folder, &optimizer_on_host, &plenty(), 2);
+        same(&format!("zero2 offload {dtype:?}"), &plain, &offloaded);
+        let auto = train(&with(ZERO3), &folder, &AutoPolicy, &plenty(), 2);
+        same(&format!("auto {dtype:?}"), &plain, &auto);
+    }
+}
+
+/// More ranks change the order of sums and nothing else.
+#[test]
+fn world_sizes_agree() {
+    let Some(golden) = shared("golden") else {
+        return;
+    };
+    for case in ["mha", "gqa_tied"] {
+        let folder = golden.join(case);
+        let mut options = adamw_options(&folder);
+        options.sharding = ZERO3;
+        let one = train(&options, &folder, &DevicePolicy, &plenty(), 1);
+        for world in [2, 3, 4] {
+            let many = train(&options, &folder, &DevicePolicy, &plenty(), world);
+            for (one, many) in one.0.iter().zip(&many.0) {
+                let what = format!("{case} on {world} ranks, step {}", one.step);
+                assert_eq!(one.tokens, many.tokens, "{what}");
+                close(&what, many.loss, one.loss, 1e-5);
+                close(&what, many.grad_norm, one.grad_norm, 1e-4);
+            }
+        }
+    }
+}
