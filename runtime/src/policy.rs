@@ -214,8 +214,17 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
             &[("model data", device), ("window", need)],
         ));
     }
-    // Room left over serves prefetch, up to the streaming of two more ticks like the largest.
-    let window_bytes = if need == 0 { 0 } else { (view.room[0] - device).min(3 * need) / GRANULE * GRANULE };
+    // Room left over serves prefetch: what comes in while the link is idle need not come when it is wanted. More than
+    // a copy of everything that streams would be of no use.
+    let streamed = layout
+        .chunk_ids()
+        .filter(|chunk| {
+            homes[chunk.index()] != Some(Tier::Device) || (layout.world > 1 && layout.sharding.splits(chunk.role()))
+        })
+        .map(|chunk| placed_bytes(Tier::Device, layout.full_bytes(chunk)))
+        .sum::<u64>();
+    let most = need.max(streamed);
+    let window_bytes = if need == 0 { 0 } else { (view.room[0] - device).min(most) / GRANULE * GRANULE };
     let mut staging_bytes = 0;
     let host = on_tier(layout, &homes, Tier::Host);
     if host > view.room[1] {

@@ -25,13 +25,50 @@ impl Pass {
     }
 }
 
+/// Which part of a step's gradient one lease produces: a step that goes through the model several times, with a
+/// part of its micro-batches each, adds to what is there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Part {
+    /// All of it.
+    Only,
+    /// The first of several.
+    First,
+    /// Neither the first nor the last.
+    Middle,
+    /// The last of several.
+    Last,
+}
+
+impl Part {
+    /// Part `index` of `count`.
+    pub const fn of(index: u64, count: u64) -> Part {
+        match (index == 0, index + 1 == count) {
+            (true, true) => Part::Only,
+            (true, false) => Part::First,
+            (false, false) => Part::Middle,
+            (false, true) => Part::Last,
+        }
+    }
+
+    /// Whether nothing was there before.
+    pub const fn begins(self) -> bool {
+        matches!(self, Part::Only | Part::First)
+    }
+
+    /// Whether the gradient is final afterwards.
+    pub const fn ends(self) -> bool {
+        matches!(self, Part::Only | Part::Last)
+    }
+}
+
 /// How a chunk is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Access {
     /// The whole chunk, read only, on the device (gathered if it is sharded).
     Read,
-    /// The whole gradient, undefined at first; on release it is reduced over the ranks and goes home.
-    Produce,
+    /// The whole gradient: undefined where the part begins it, else what is there so far. On release it goes home,
+    /// reduced over the ranks where the part ends it. A gradient that is split over ranks is produced in one part.
+    Produce(Part),
     /// What this rank updates of a chunk, read only.
     ReadShard,
     /// What this rank updates of a chunk, read and written; on release it goes home.
@@ -41,17 +78,17 @@ pub enum Access {
 impl Access {
     /// Whether the chunk's bytes are wanted (not only room for them).
     pub const fn reads(self) -> bool {
-        !matches!(self, Access::Produce)
+        !matches!(self, Access::Produce(part) if part.begins())
     }
 
     /// Whether the chunk's bytes change.
     pub const fn writes(self) -> bool {
-        matches!(self, Access::Produce | Access::UpdateShard)
+        matches!(self, Access::Produce(_) | Access::UpdateShard)
     }
 
     /// Whether the whole chunk is wanted.
     pub const fn whole(self) -> bool {
-        matches!(self, Access::Read | Access::Produce)
+        matches!(self, Access::Read | Access::Produce(_))
     }
 }
 

@@ -73,6 +73,7 @@ pub fn options(world: u64, dtype: DType, optimizer: Optimizer, tied: bool) -> Op
         batch: (ROWS / world).div_ceil(MICROS),
         sequence: SEQUENCE,
         micro_batches: MICROS,
+        round: MICROS,
         formats: formats(dtype, DType::F32, DType::F32),
         sharding: SHARDINGS[3],
         keep: vec![Keep::All; config.num_hidden_layers as usize],

@@ -6,6 +6,7 @@ use castor_kernels::{DType, Stream, Tier, rng};
 use castor_runtime::layout::{Formats, GroupSpec, Layout, Sharding, TensorSpec};
 use castor_runtime::plan::{Budgets, Fixed, Plan};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
+use castor_runtime::schedule::Part;
 use castor_runtime::{Access, Error, GroupId, Lease, Pass, Result, Role, StatefulTensorMgr};
 use castor_tests::simulation::Simulated;
 use std::cell::RefCell;
@@ -76,17 +77,17 @@ impl Case {
         if self.tied {
             manager.tick("head", groups[0])?;
             self.use_once(manager, touch, groups[0], Role::Parameter, Access::Read)?;
-            held = Some(manager.acquire(groups[0].chunk(Role::Gradient), Access::Produce)?);
+            held = Some(manager.acquire(groups[0].chunk(Role::Gradient), Access::Produce(Part::Only))?);
         }
         for &group in groups.iter().rev() {
             manager.tick("backward", group)?;
             self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
             match held.take_if(|_| group == groups[0]) {
                 Some(lease) => {
-                    touch(&lease, Access::Produce, Role::Gradient, group);
+                    touch(&lease, Access::Produce(Part::Only), Role::Gradient, group);
                     manager.release(lease)?;
                 }
-                None => self.use_once(manager, touch, group, Role::Gradient, Access::Produce)?,
+                None => self.use_once(manager, touch, group, Role::Gradient, Access::Produce(Part::Only))?,
             }
         }
         for &group in &groups {

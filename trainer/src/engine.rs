@@ -45,6 +45,8 @@ pub struct Options {
     pub sequence: u64,
     /// Most micro-batches of a step.
     pub micro_batches: u64,
+    /// Micro-batches that go through the model together, at most [`Options::micro_batches`].
+    pub round: u64,
     /// Element types; the parameter's is the compute type.
     pub formats: Formats,
     /// What is split over the ranks.
@@ -114,7 +116,7 @@ impl Blueprint {
                     deterministic: options.deterministic,
                 },
                 batch: options.batch,
-                micro_batches: options.micro_batches,
+                micro_batches: options.round,
                 dtype: options.formats.parameter,
                 keep: options.keep.clone(),
                 logits_bytes: options.logits_bytes,
@@ -178,12 +180,15 @@ impl Blueprint {
         let mut inputs = self.inputs_in(mgr);
         let gradient = Classify::Gradient { scale: 1.0 };
         let due = self.options.optimizer.map(|optimizer| Due { update: optimizer.update(0.0, 0), seed: 0 });
-        inputs.pretend(if pass == Pass::Hessian { 1 } else { self.options.micro_batches });
+        inputs.pretend(match pass {
+            Pass::Train => self.options.micro_batches,
+            Pass::Evaluate => self.options.round,
+            Pass::Hessian | Pass::Update => 1,
+        });
         let mut step = Step::begin(mgr, &self.model, &inputs, pass);
         match pass {
             Pass::Train => {
-                step.forward(due.as_ref())?;
-                step.backward(gradient)?;
+                step.rounds(self.options.round, due.as_ref(), || Ok::<_, castor_runtime::Error>(gradient))?;
                 step.norm(self.options.max_norm, 1.0, inputs.control())?;
             }
             Pass::Hessian => {
@@ -442,11 +447,15 @@ impl Engine {
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Train);
         // Where no update is due the control scalars forbid it.
         let due = self.due.take().unwrap_or(Due { update: optimizer.update(0.0, 0), seed: 0 });
-        pass.forward(Some(&due))?;
-        // The forward is queued: looking at the step before costs no time now, and its verdict is needed from here on.
-        let previous = self.track.resolve(ops, &self.inputs)?;
+        let (track, sent) = (&mut self.track, &self.inputs);
+        let mut previous = None;
+        pass.rounds(self.options.round, Some(&due), || {
+            // The forward is queued: looking at the step before costs no time now, and its verdict is needed.
+            previous = track.resolve(ops, sent)?;
+            let scale = track.progress.loss_scale.scale() / inputs.tokens as f32;
+            Ok::<_, Error>(Classify::Gradient { scale })
+        })?;
         let loss_scale = self.track.progress.loss_scale.scale();
-        pass.backward(Classify::Gradient { scale: loss_scale / inputs.tokens as f32 })?;
         pass.norm(self.options.max_norm, loss_scale, self.inputs.control())?;
         pass.end()?;
         self.due = Some(Due {
@@ -503,8 +512,8 @@ impl Engine {
         self.inputs.send(ops, inputs.micros)?;
         let loss_scale = self.track.progress.loss_scale.scale();
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Train);
-        pass.forward(None)?;
-        pass.backward(Classify::Gradient { scale: loss_scale / inputs.tokens.max(1) as f32 })?;
+        let scale = loss_scale / inputs.tokens.max(1) as f32;
+        pass.rounds(self.options.round, None, || Ok::<_, Error>(Classify::Gradient { scale }))?;
         pass.norm(0.0, loss_scale, self.inputs.control())?;
         pass.end()?;
         let ticket = self.inputs.read_back(ops)?;
@@ -542,12 +551,17 @@ impl Engine {
     ) -> Result<f64> {
         self.flush()?;
         let ops = self.ops.as_ref();
-        self.inputs.send(ops, micros)?;
-        let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Evaluate);
-        pass.evaluate(observe)?;
-        pass.end()?;
-        let ticket = self.inputs.read_back(ops)?;
-        Ok(f64::from(self.inputs.read(ops, ticket)?.loss_sum))
+        let mut loss = 0.0;
+        for (round, micros) in micros.chunks(self.options.round as usize).enumerate() {
+            self.inputs.send(ops, micros)?;
+            let first = round as u64 * self.options.round;
+            let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Evaluate);
+            pass.evaluate(&mut |micro, row, logits| observe(first + micro, row, logits))?;
+            pass.end()?;
+            let ticket = self.inputs.read_back(ops)?;
+            loss += f64::from(self.inputs.read(ops, ticket)?.loss_sum);
+        }
+        Ok(loss)
     }
 
     /// Makes the update that the last step left to the next one.

@@ -14,6 +14,7 @@ pub mod data;
 pub mod doctor;
 pub mod engine;
 pub mod error;
+pub mod estimate;
 pub mod inputs;
 pub mod launcher;
 pub mod loss_scale;

@@ -3,6 +3,7 @@
 use crate::account;
 use crate::engine::Blueprint;
 use crate::error::Result;
+use crate::estimate::Estimate;
 use crate::rendezvous::World;
 use crate::session::{self, Hardware};
 use crate::settings::Settings;
@@ -31,9 +32,9 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
         settings.gradient_accumulation_steps,
         steps,
     );
-    let (blueprint, plan) = session::plan(settings, options, &*hardware.backend, world, &hardware.budgets)?;
+    let (blueprint, plan, estimate) = session::plan(settings, options, &*hardware.backend, world, &hardware.budgets)?;
     if as_json {
-        println!("{}", as_value(&blueprint, &plan, parameters));
+        println!("{}", as_value(&blueprint, &plan, &estimate, parameters));
         return Ok(());
     }
     for notice in notices.iter().chain(&hardware.notices) {
@@ -52,6 +53,13 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
     }
     let levels: Vec<String> = levels.iter().map(|(level, blocks)| format!("{level} × {blocks}")).collect();
     println!("  blocks keep   {}", levels.join(", "));
+    println!("  together      {} of {} micro-batches", blueprint.options().round, blueprint.options().micro_batches);
+    println!(
+        "  estimated     {:.3} s a step (compute {:.3} s), bounded by {}; rates are assumed, not measured here",
+        estimate.step_s,
+        estimate.compute_s,
+        estimate.bound()
+    );
     if let Some((index, worst)) = plan.predicted.ticks[0]
         .iter()
         .enumerate()
@@ -78,7 +86,7 @@ fn by_role(blueprint: &Blueprint, plan: &Plan) -> BTreeMap<Role, BTreeMap<Tier, 
     roles
 }
 
-fn as_value(blueprint: &Blueprint, plan: &Plan, parameters: u64) -> serde_json::Value {
+fn as_value(blueprint: &Blueprint, plan: &Plan, estimate: &Estimate, parameters: u64) -> serde_json::Value {
     let layout = blueprint.layout();
     let tiers = Tier::ALL.map(|tier| {
         json!({
@@ -109,6 +117,10 @@ fn as_value(blueprint: &Blueprint, plan: &Plan, parameters: u64) -> serde_json::
         "moved_bytes_per_step": account::moved(&plan.predicted.steady()),
         "window_peak_bytes": plan.predicted.window_peak,
         "keep": blueprint.options().keep,
+        "round": blueprint.options().round,
+        "estimated_step_s": estimate.step_s,
+        "estimated_compute_s": estimate.compute_s,
+        "bound": estimate.bound(),
         "chunks": homes,
     })
 }

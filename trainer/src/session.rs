@@ -7,6 +7,7 @@ use crate::activations::{Keep, LOGITS_BYTES};
 use crate::config::ModelConfig;
 use crate::engine::{self, Blueprint, Engine, Options};
 use crate::error::{Error, Result};
+use crate::estimate::{self, Estimate, Rates};
 use crate::loss_scale::Dynamic;
 use crate::lr::{Convention, Decay, Schedule};
 use crate::optimizer::Optimizer;
@@ -185,6 +186,7 @@ pub fn options(
         batch,
         sequence,
         micro_batches: micros,
+        round: micros,
         formats: engine::formats(parameter, gradient, moments),
         sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
@@ -221,51 +223,81 @@ pub fn options(
     }
 }
 
-/// Plans the run for one of `world` ranks. Where the settings leave it open, blocks keep as much as fits: first all blocks keep everything,
-/// then one after the other drops to the next level, and so on.
+/// Plans the run for one of `world` ranks. What the settings leave open, how much each block keeps and how many
+/// micro-batches go through the model together, is chosen for the least estimated time among the plans that fit.
 ///
 /// # Errors
 /// [`Error::DoesNotFit`] with numbers.
 pub fn plan(
     settings: &Settings,
-    mut options: Options,
+    options: Options,
     backend: &dyn Backend,
     world: u32,
     budgets: &Budgets,
-) -> Result<(Blueprint, Plan)> {
+) -> Result<(Blueprint, Plan, Estimate)> {
     let policy = policy(settings);
-    let blocks = options.config.num_hidden_layers as usize;
-    let mut attempt = |levels: Vec<Keep>| -> Result<(Blueprint, Plan)> {
-        options.keep = levels;
-        let blueprint = Blueprint::for_world(options.clone(), backend, world);
-        let plan = blueprint.plan(backend, &*policy, budgets.clone(), settings.memory.prefetch)?;
-        Ok((blueprint, plan))
-    };
-    match settings.memory.recompute {
-        Recompute::None => return attempt(vec![Keep::All; blocks]),
-        Recompute::Selective => return attempt(vec![Keep::Selective; blocks]),
-        Recompute::Full => return attempt(vec![Keep::Block; blocks]),
-        Recompute::Auto => {}
+    let rates = Rates::assumed(backend.device().backend);
+    let mut candidates: Vec<(f64, Blueprint)> = Vec::new();
+    for round in rounds(&options, world) {
+        for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
+            let options = Options { round, keep, ..options.clone() };
+            let blueprint = Blueprint::for_world(options, backend, world);
+            candidates.push((estimate::floor_s(blueprint.options(), blueprint.layout(), &rates), blueprint));
+        }
     }
-    // Position p of the ladder: every block has come down p / blocks levels, and the first p % blocks one more.
-    let levels = |position: usize| {
-        let level = |block: usize| Keep::ALL[position / blocks + usize::from(block < position % blocks)];
-        (0..blocks).map(level).collect::<Vec<_>>()
-    };
-    let (mut fits, mut low) = ((Keep::ALL.len() - 1) * blocks, 0);
-    let mut best = attempt(levels(fits))?;
-    while low < fits {
-        let middle = (low + fits) / 2;
-        match attempt(levels(middle)) {
-            Ok(planned) if planned.1.placement.homes == best.1.placement.homes => {
-                best = planned;
-                fits = middle;
+    // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
+    candidates.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (mut best, mut refusal): (Option<(Blueprint, Plan, Estimate)>, _) = (None, None);
+    for (floor_s, blueprint) in candidates {
+        if best.as_ref().is_some_and(|best| best.2.step_s <= floor_s * 1.001) {
+            break;
+        }
+        match blueprint.plan(backend, &*policy, budgets.clone(), settings.memory.prefetch).map_err(Error::from) {
+            Ok(plan) => {
+                let estimate = estimate::estimate(blueprint.options(), blueprint.layout(), &plan.placement, &rates);
+                if best.as_ref().is_none_or(|best| estimate.step_s < best.2.step_s) {
+                    best = Some((blueprint, plan, estimate));
+                }
             }
-            Ok(_) | Err(Error::DoesNotFit(_)) => low = middle + 1,
+            // The last refusal is that of the plan that computes most again, and so takes the least memory.
+            Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
             Err(other) => return Err(other),
         }
     }
-    Ok(best)
+    best.ok_or_else(|| refusal.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())))
+}
+
+/// Numbers of micro-batches that may go through the model together: all of a step's, or fewer, which take less
+/// activation memory. A gradient that is split over ranks is summed over them once, so all go together.
+fn rounds(options: &Options, world: u32) -> Vec<u64> {
+    let all = options.micro_batches;
+    if world > 1 && options.sharding.gradients {
+        return vec![all];
+    }
+    let mut rounds: Vec<u64> = [all, all.div_ceil(2), all.div_ceil(4), 1].into();
+    rounds.dedup();
+    rounds
+}
+
+/// Recompute levels of all blocks to choose from, most memory first. Between two levels a part of the blocks is
+/// already at the lower one.
+fn levels(recompute: Recompute, blocks: usize) -> Vec<Vec<Keep>> {
+    match recompute {
+        Recompute::None => vec![vec![Keep::All; blocks]],
+        Recompute::Selective => vec![vec![Keep::Selective; blocks]],
+        Recompute::Full => vec![vec![Keep::Block; blocks]],
+        Recompute::Auto => {
+            let most = (Keep::ALL.len() - 1) * blocks;
+            let step = (blocks / 8).max(1);
+            (0..=most.div_ceil(step))
+                .map(|index| {
+                    let position = (index * step).min(most);
+                    let (level, lower) = (position / blocks, position % blocks);
+                    (0..blocks).map(|block| Keep::ALL[level + usize::from(block < lower)]).collect()
+                })
+                .collect()
+        }
+    }
 }
 
 /// An engine whose weights are still undefined.
@@ -313,7 +345,7 @@ pub fn parity(
     let hardware = Hardware::open(settings, &world)?;
     let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
     options.evaluates = true;
-    let (blueprint, plan) = plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
+    let (blueprint, plan, _) = plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
     let mut engine = engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
     let said = load(settings, &mut engine)?;
     let report = parity::run(&mut engine, &batch, expect, out, tolerance)?;

@@ -4,8 +4,11 @@
 //! the states of the groups to come are on their way, and by then the exact global norm is known. What no next
 //! step will make, [`Step::update`] makes.
 //!
-//! Layer-major: at each tick a block's weights are acquired once and used for all micro-batches of the step, so
-//! that weights cross the link once per direction and a block's gradient is final when its tick ends. The square
+//! A step goes through the model in *rounds*, each with a part of its micro-batches. Within a round the order is
+//! layer-major: at each tick a block's weights are acquired once and used for all micro-batches of the round. One
+//! round: weights cross the link once per direction and a gradient is final when its tick ends, and a step's
+//! block inputs exist at once. A round per micro-batch: activations of one micro-batch only. The sums are taken in
+//! the same order either way. The square
 //! sum of a gradient is taken one tick after it was produced, while its reduction has had that tick to finish.
 //! This module decides order and nothing else: which bytes to move for it is the manager's business, what is
 //! computed is the model's.
@@ -25,7 +28,8 @@ use castor_kernels::{
     Backend, Span, Tier, View,
     ops::{Classify, Into, State, Update},
 };
-use castor_runtime::{Access, Category, GroupId, Lease, Pass, Result, Role, StatefulTensorMgr};
+use castor_runtime::{Access, Category, GroupId, Lease, Part, Pass, Result, Role, StatefulTensorMgr};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What a pass computes with; fixed for a run.
@@ -52,7 +56,12 @@ pub(crate) struct Step<'a> {
     inputs: &'a Inputs,
     ops: Arc<dyn Backend>,
     memory: Span,
-    micros: u64,
+    /// Micro-batches of the present round.
+    round: Range<u64>,
+    /// Which part of the gradients the present round produces.
+    part: Part,
+    /// Tokens that the step's rounds before had.
+    first_token: u64,
     /// The tied table's gradient, held from the head to the embedding.
     table_gradient: Option<Lease>,
     /// The group whose gradient was produced last and is not in the norm yet.
@@ -71,10 +80,39 @@ impl<'a> Step<'a> {
             inputs,
             ops,
             memory,
-            micros: inputs.sent().len() as u64,
+            round: 0..inputs.sent().len() as u64,
+            part: Part::Only,
+            first_token: 0,
             table_gradient: None,
             unsquared: None,
         }
+    }
+
+    /// Forward and backward in rounds of `micros` micro-batches; every gradient is in the norm afterwards, the last
+    /// one excepted. `verdict` is called once, between the first round's forward and backward.
+    ///
+    /// # Errors
+    /// If the world below or `verdict` refuses.
+    pub fn rounds<E: From<castor_runtime::Error>>(
+        &mut self,
+        micros: u64,
+        due: Option<&Due>,
+        verdict: impl FnOnce() -> std::result::Result<Classify, E>,
+    ) -> std::result::Result<(), E> {
+        let all = self.round.end;
+        let count = all.div_ceil(micros.max(1)).max(1);
+        let mut what = None;
+        let mut verdict = Some(verdict);
+        for index in 0..count {
+            self.round = index * micros..all.min((index + 1) * micros);
+            self.part = Part::of(index, count);
+            self.forward(due.filter(|_| index == 0))?;
+            if let Some(verdict) = verdict.take() {
+                what = Some(verdict()?);
+            }
+            self.backward(what.expect("the first round asked for the verdict"))?;
+        }
+        Ok(())
     }
 
     /// Embedding and all blocks, keeping what the backward wants. `due` is the update that the step before left to
@@ -87,8 +125,8 @@ impl<'a> Step<'a> {
         self.update_due(due, Groups::EMBEDDING, Phase::Embed)?;
         self.tick("embed", Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
-        for micro in 0..self.micros {
-            let out = model.activations.block_input(self.memory, 0, micro, self.batch(micro));
+        for micro in self.round.clone() {
+            let out = model.activations.block_input(self.memory, 0, self.place(micro), self.batch(micro));
             self.embed(&lease, micro, out);
         }
         self.mgr.release(lease)?;
@@ -98,10 +136,10 @@ impl<'a> Step<'a> {
             self.tick("forward", group, Phase::Forward(block))?;
             let lease = self.weights(group)?;
             let weights = self.block_tensors(&lease, group);
-            for micro in 0..self.micros {
+            for micro in self.round.clone() {
                 let batch = self.batch(micro);
-                let places = model.activations.block(self.memory, block, micro, batch);
-                let out = model.activations.block_output(self.memory, block, micro, batch);
+                let places = model.activations.block(self.memory, block, self.place(micro), batch);
+                let out = model.activations.block_output(self.memory, block, self.place(micro), batch);
                 self.block().forward(&weights, &places, out);
             }
             self.mgr.release(lease)?;
@@ -118,7 +156,7 @@ impl<'a> Step<'a> {
         let model = self.model;
         self.tick("embed", Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
-        for micro in 0..self.micros {
+        for micro in self.round.clone() {
             self.embed(&lease, micro, self.hidden(micro));
         }
         self.mgr.release(lease)?;
@@ -128,7 +166,7 @@ impl<'a> Step<'a> {
             self.tick("forward", group, Phase::Forward(0))?;
             let lease = self.weights(group)?;
             let weights = self.block_tensors(&lease, group);
-            for micro in 0..self.micros {
+            for micro in self.round.clone() {
                 let mut places = model.activations.block(self.memory, 0, 0, self.batch(micro));
                 places.input = self.hidden(micro);
                 self.block().forward(&weights, &places, places.input);
@@ -140,7 +178,7 @@ impl<'a> Step<'a> {
         let (lease, table) = self.head_weights()?;
         let weights = self.head_tensors(&lease, table.as_ref());
         self.ops.zero(self.inputs.loss());
-        for micro in 0..self.micros {
+        for micro in self.round.clone() {
             let places = self.head_memory(micro);
             let targets = self.inputs.targets(micro);
             head::losses(self.ops.as_ref(), &model.shape, &weights, targets, &places, &mut |logits, first| {
@@ -243,24 +281,25 @@ impl<'a> Step<'a> {
             self.table_gradient = Some(self.produce(Groups::EMBEDDING)?);
         }
         let gradients = self.head_tensors(&gradient, self.table_gradient.as_ref());
-        self.ops.zero(self.inputs.loss());
-        let mut first_token = 0;
-        for micro in 0..self.micros {
+        if self.part.begins() {
+            self.ops.zero(self.inputs.loss());
+        }
+        for micro in self.round.clone() {
             let places = self.head_memory(micro);
-            let d_hidden = model.activations.d_hidden(self.memory, micro, self.batch(micro));
+            let d_hidden = model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
             head::forward_backward(
                 self.ops.as_ref(),
                 &model.shape,
                 &weights,
                 self.inputs.targets(micro),
                 &places,
-                head::advanced(what, first_token),
+                head::advanced(what, self.first_token),
                 d_hidden,
                 &gradients,
                 into(micro),
             );
             self.ops.sum(places.losses, self.inputs.loss(), Into::Add);
-            first_token += places.tokens;
+            self.first_token += places.tokens;
         }
         self.mgr.release(lease)?;
         if let Some(table) = table {
@@ -277,10 +316,10 @@ impl<'a> Step<'a> {
         let gradient = self.produce(group)?;
         let weights = self.block_tensors(&lease, group);
         let gradients = self.block_tensors(&gradient, group);
-        for micro in 0..self.micros {
+        for micro in self.round.clone() {
             let batch = self.batch(micro);
-            let places = model.activations.block(self.memory, block, micro, batch);
-            let d_h = model.activations.d_hidden(self.memory, micro, batch);
+            let places = model.activations.block(self.memory, block, self.place(micro), batch);
+            let d_h = model.activations.d_hidden(self.memory, self.place(micro), batch);
             self.block().backward(&weights, &places, d_h, &gradients, into(micro));
         }
         self.mgr.release(lease)?;
@@ -295,8 +334,8 @@ impl<'a> Step<'a> {
             Some(gradient) => (gradient, true),
             None => (self.produce(Groups::EMBEDDING)?, false),
         };
-        for micro in 0..self.micros {
-            let d_out = model.activations.d_hidden(self.memory, micro, self.batch(micro));
+        for micro in self.round.clone() {
+            let d_out = model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
             embedding::backward(
                 self.ops.as_ref(),
                 &model.shape,
@@ -346,7 +385,7 @@ impl<'a> Step<'a> {
 
     fn tick(&mut self, name: &'static str, group: GroupId, phase: Phase) -> Result<()> {
         self.mgr.tick(name, group)?;
-        let bytes = self.model.activations.live_bytes(phase, self.micros);
+        let bytes = self.model.activations.live_bytes(phase, self.round.end - self.round.start);
         self.mgr.note_live(Category::Activations, bytes);
         Ok(())
     }
@@ -382,8 +421,8 @@ impl<'a> Step<'a> {
 
     /// Acquires a gradient to be produced. Without a micro-batch no operator will write it: it is zero.
     fn produce(&mut self, group: GroupId) -> Result<Lease> {
-        let lease = self.mgr.acquire(group.chunk(Role::Gradient), Access::Produce)?;
-        if self.micros == 0 {
+        let lease = self.mgr.acquire(group.chunk(Role::Gradient), Access::Produce(self.part))?;
+        if self.round.is_empty() {
             self.ops.zero(lease.view());
         }
         Ok(lease)
@@ -391,7 +430,7 @@ impl<'a> Step<'a> {
 
     fn produced(&mut self, gradient: Lease, group: GroupId) -> Result<()> {
         self.mgr.release(gradient)?;
-        self.unsquared = Some(group);
+        self.unsquared = self.part.ends().then_some(group);
         Ok(())
     }
 
@@ -422,11 +461,16 @@ impl<'a> Step<'a> {
     }
 
     fn head_memory(&self, micro: u64) -> head::Memory {
-        self.model.activations.head(self.memory, micro, self.batch(micro))
+        self.model.activations.head(self.memory, self.place(micro), self.batch(micro))
     }
 
     fn hidden(&self, micro: u64) -> View {
-        self.model.activations.hidden(self.memory, micro, self.batch(micro))
+        self.model.activations.hidden(self.memory, self.place(micro), self.batch(micro))
+    }
+
+    /// A micro-batch's number within its round.
+    const fn place(&self, micro: u64) -> u64 {
+        micro - self.round.start
     }
 
     fn batch(&self, micro: u64) -> u64 {

@@ -20,7 +20,7 @@ use crate::ledger::{Category, Ledger};
 use crate::mem_stats::MemStatsCollector;
 use crate::plan::{FILE_GRANULE, GRANULE, Plan, Prediction, placed_bytes};
 use crate::region::Region;
-use crate::schedule::{Access, Pass, Schedule, ScheduledTick, Use, in_place};
+use crate::schedule::{Access, Part, Pass, Schedule, ScheduledTick, Use, in_place};
 use crate::transfer::{Traffic, Transfer};
 use crate::units::{ChunkId, GroupId, Tick};
 use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
@@ -338,6 +338,8 @@ impl StatefulTensorMgr {
     /// [`Error::OutOfRoom`] if the window cannot hold it; the backend's if a move fails.
     pub fn acquire(&mut self, chunk: ChunkId, access: Access) -> Result<Lease> {
         let tick = self.tick.expect("acquire happens within a pass");
+        let partial = matches!(access, Access::Produce(part) if part != Part::Only);
+        assert!(!(partial && self.sharded(chunk)), "{chunk:?}: a gradient that is split is produced in one part");
         if let Some(ticks) = &mut self.recording {
             let uses = &mut ticks.last_mut().expect("a tick was started").uses;
             uses.push(Use { chunk, access, until: tick });
@@ -364,7 +366,7 @@ impl StatefulTensorMgr {
             self.part_of(chunk, access, copy.span)
         };
         let (first, elements) = self.range(chunk, access);
-        if access == Access::Produce {
+        if matches!(access, Access::Produce(part) if part.begins()) {
             let used = self.layout.group(chunk.group()).used;
             self.backend.zero(view.part(used, elements - used));
         }
@@ -389,8 +391,12 @@ impl StatefulTensorMgr {
         if access.writes() {
             let mut source = copy.map_or(self.chunk(chunk).home, |copy| copy.span);
             match access {
-                Access::Produce => (source, written) = self.reduce(chunk, view, source, written)?,
-                _ if self.layout.world > 1 && !self.sharded(chunk) && self.layout.sharding.optimizer => {
+                Access::Produce(part) if part.ends() => {
+                    (source, written) = self.reduce(chunk, view, source, written)?
+                }
+                Access::UpdateShard
+                    if self.layout.world > 1 && !self.sharded(chunk) && self.layout.sharding.optimizer =>
+                {
                     let full = source.view(view.dtype);
                     written = self.transfer.gather(view, full, written)?;
                 }
@@ -413,7 +419,7 @@ impl StatefulTensorMgr {
         let state = self.chunk_mut(chunk);
         state.release(access, access.writes().then_some(written), used, due);
         // After a reduction over ranks the copy holds sums only in part.
-        if access == Access::Produce && self.layout.world > 1 && copy.is_some() {
+        if matches!(access, Access::Produce(part) if part.ends()) && self.layout.world > 1 && copy.is_some() {
             self.drop_copy(chunk);
         }
         self.note_regions();

@@ -24,7 +24,7 @@ impl StatefulTensorMgr {
             for index in 0..self.plan.schedules[pass].ticks[tick].uses.len() {
                 let used = self.plan.schedules[pass].ticks[tick].uses[index];
                 let Some(bytes) = self.copy_bytes(used.chunk, used.access) else { continue };
-                if used.access == Access::Produce {
+                if !used.access.reads() {
                     to_produce = bytes.max(to_produce);
                     continue;
                 }

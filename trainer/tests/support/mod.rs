@@ -47,6 +47,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         batch,
         sequence,
         micro_batches,
+        round: micro_batches,
         formats: formats(DType::F32, DType::F32, DType::F32),
         sharding: Sharding { parameters: true, gradients: true, optimizer: true },
         keep: vec![Keep::All; config.num_hidden_layers as usize],
