@@ -6,6 +6,7 @@
 
 use crate::units::{ChunkId, GroupId, Role};
 use castor_kernels::{DType, memory::Q8_BLOCK};
+use serde::{Deserialize, Serialize};
 
 /// Elements to which each rank's shard of a group is padded.
 pub const ALIGNMENT: u64 = Q8_BLOCK;
@@ -61,7 +62,7 @@ pub struct Group {
 }
 
 /// Element types by role.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Formats {
     /// f32, f16 or bf16.
     pub parameter: DType,

@@ -273,7 +273,7 @@ fn tree() -> clap::Command {
         .subcommand(command("data", "Prepare data").subcommand_required(true).subcommand(pack))
         .subcommand(
             command("export", "Checkpoint to a Hugging Face folder")
-                .arg(path("checkpoint", "Checkpoint folder"))
+                .arg(path("checkpoint", "Folder of a checkpoint, or of a run: its latest"))
                 .arg(path("out", "Folder to write"))
                 .arg(
                     option("dtype", "How weights are stored")

@@ -7,9 +7,9 @@ use castor_kernels::cuda;
 use castor_trainer::cli::{self, Command};
 use castor_trainer::data::{self, Tokenizer};
 use castor_trainer::doctor::{self, Finding, Probes};
-use castor_trainer::error::{Error, Result};
+use castor_trainer::error::Result;
 use castor_trainer::launcher::{self, Setup};
-use castor_trainer::{plan, report, session, train};
+use castor_trainer::{checkpoint, plan, report, session, train};
 
 fn main() -> ExitCode {
     match run() {
@@ -46,8 +46,10 @@ fn run() -> Result<u8> {
         }
         Command::Report(run_dir) => report::main(&run_dir)?,
         Command::Doctor { .. } => doctor_main(),
-        Command::Export { .. } => {
-            return Err(Error::Usage("castor export needs a checkpoint, and this version writes none".into()));
+        Command::Export { checkpoint: from, out, dtype } => {
+            for notice in checkpoint::export(&from, &out, dtype)? {
+                eprintln!("castor: {notice}");
+            }
         }
     }
     Ok(0)

@@ -268,17 +268,23 @@ pub fn plan(
     Ok(best)
 }
 
-/// An engine with its weights: those of `--model`, or random ones.
+/// An engine whose weights are still undefined.
 ///
 /// # Errors
-/// If memory or a weight file is refused.
-pub fn engine(
-    settings: &Settings,
-    backend: Arc<dyn Backend>,
-    blueprint: &Blueprint,
-    plan: Plan,
-) -> Result<(Engine, Vec<String>)> {
-    let config = blueprint.options().config.clone();
+/// If memory is refused.
+pub fn engine(backend: Arc<dyn Backend>, blueprint: &Blueprint, plan: Plan) -> Result<Engine> {
+    let driver = backend.device().overhead_bytes;
+    let mut engine = Engine::new(backend, blueprint, plan)?;
+    engine.manager().reserve_driver(driver);
+    Ok(engine)
+}
+
+/// Gives an engine its first weights: those of `--model`, or random ones. Returns what to tell the user.
+///
+/// # Errors
+/// If a weight file is refused.
+pub fn load(settings: &Settings, engine: &mut Engine) -> Result<Vec<String>> {
+    let config = engine.options().config.clone();
     let (source, notices): (Box<dyn TensorSource>, Vec<String>) = match &settings.model {
         Some(folder) => {
             let (folder, notices) = HfFolder::open(folder, &config)?;
@@ -286,11 +292,8 @@ pub fn engine(
         }
         None => (Box::new(RandomWeights::new(&config, settings.seed)), Vec::new()),
     };
-    let driver = backend.device().overhead_bytes;
-    let mut engine = Engine::new(backend, blueprint, plan)?;
-    engine.manager().reserve_driver(driver);
     engine.load(&*source)?;
-    Ok((engine, notices))
+    Ok(notices)
 }
 
 /// `castor parity`: one forward and backward on a batch, printed and held against what is expected.
@@ -313,7 +316,8 @@ pub fn parity(
     let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
     options.evaluates = true;
     let (blueprint, plan) = plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
-    let (mut engine, said) = engine(settings, Arc::clone(&hardware.backend), &blueprint, plan)?;
+    let mut engine = engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
+    let said = load(settings, &mut engine)?;
     let report = parity::run(&mut engine, &batch, expect, out, tolerance)?;
     if world.rank == 0 {
         for notice in notices.iter().chain(&hardware.notices).chain(&said) {

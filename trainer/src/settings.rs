@@ -245,6 +245,8 @@ pub struct OutputSettings {
     pub save: Every,
     /// Checkpoints kept; None: all.
     pub save_total_limit: Option<u64>,
+    /// Whether the final weights are written as a Hugging Face folder.
+    pub save_model: bool,
     /// What to continue from.
     pub resume: Resume,
     /// Log lines.

@@ -1,5 +1,6 @@
 //! `castor train`: the loop over steps, and what it says and writes.
 
+use crate::checkpoint::{self, Facts, Saver};
 use crate::config::ModelConfig;
 use crate::data::{self, PackedRows, Sampler, held_out};
 use crate::engine::{Engine, Outcome, StepInputs, StepResult};
@@ -57,8 +58,21 @@ pub fn main(settings: &Settings) -> Result<()> {
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = !evaluation.is_empty();
     let (blueprint, plan) = session::plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
-    let (engine, said) = session::engine(settings, Arc::clone(&hardware.backend), &blueprint, plan)?;
+    if speaks {
+        checkpoint::prepare(settings, blueprint.layout())?;
+    }
+    let facts = Facts::of(
+        blueprint.options(),
+        checkpoint::Data { rows: training.end, rows_per_step: sampler.rows_per_step(), order: settings.order },
+    );
+    let (from, said) = checkpoint::find(&settings.output.resume, &settings.output.dir, &facts, &*hardware.backend)?;
     notices.extend(said);
+    let mut engine = session::engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
+    match &from {
+        Some(checkpoint) => checkpoint.restore(&mut engine)?,
+        None => notices.extend(session::load(settings, &mut engine)?),
+    }
+    let begun = from.map(|checkpoint| checkpoint.progress().step);
     let stop = Arc::new(AtomicBool::new(false));
     let signal = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     for kind in [SIGTERM, SIGINT] {
@@ -77,6 +91,8 @@ pub fn main(settings: &Settings) -> Result<()> {
         sampler,
         steps,
         engine,
+        saver: Saver::new(&settings.output, facts, begun),
+        begun: begun.unwrap_or(0),
         stop,
         speaks,
         progress: Progress::quiet(steps),
@@ -98,12 +114,22 @@ pub fn main(settings: &Settings) -> Result<()> {
         Err(error) => {
             if speaks {
                 let peak = run.engine.manager().ledger().total(Tier::Device);
-                eprintln!("castor: the run ended in step {}; {}", run.records + 1, metrics::max_cuda_usage(peak));
+                eprintln!(
+                    "castor: the run ended after step {}; {}",
+                    run.begun + run.records,
+                    metrics::max_cuda_usage(peak)
+                );
             }
             Err(error)
         }
         Ok(finished) => {
             run.conclude(seconds)?;
+            if finished && settings.output.save_model {
+                let folder = run.saver.save_model(&settings.tokenizer, &mut run.engine)?;
+                if speaks {
+                    println!("The model: {}", folder.display());
+                }
+            }
             match signal.load(Ordering::Relaxed) {
                 0 if finished => Ok(()),
                 0 => Err(Error::Interrupted(SIGTERM)),
@@ -122,6 +148,9 @@ struct Run<'a> {
     sampler: Sampler,
     steps: u64,
     engine: Engine,
+    saver: Saver,
+    /// Steps that earlier sessions made.
+    begun: u64,
     stop: Arc<AtomicBool>,
     speaks: bool,
     progress: Progress,
@@ -182,7 +211,7 @@ impl Run<'_> {
             crate::settings::Every::Never => self.steps,
         };
         let shown = progress::Budgets { device: budgets.device, host: budgets.host, nvme: budgets.nvme };
-        self.progress = Progress::start(self.steps, 0, logging, shown);
+        self.progress = Progress::start(self.steps, self.begun, logging, shown);
         Ok(())
     }
 
@@ -195,11 +224,14 @@ impl Run<'_> {
         let mut batch = StepRows::new(self.settings.max_length);
         let mut began = Instant::now();
         let mut open: Option<StepRecord> = None;
-        for step in 0..self.steps {
+        for step in self.begun..self.steps {
             batch.fill(self.rows, &self.sampler.step(step))?;
             let (tokens, stop) = self.agree(batch.counted())?;
             if stop {
-                self.close(open, None)?;
+                let last = self.engine.finish()?;
+                self.close(open, last)?;
+                let said = self.saver.save_interrupted(&mut self.engine)?;
+                self.say(&said);
                 return Ok(false);
             }
             let micros: Vec<MicroBatch> = batch.micros().collect();
@@ -225,8 +257,16 @@ impl Run<'_> {
             };
             let closing = open.replace(record);
             self.close(closing, result)?;
-            if step + 1 == self.settings.memory.warmup_steps {
+            if step + 1 == self.begun + self.settings.memory.warmup_steps {
                 self.engine.manager().end_warm_up();
+            }
+            if self.saver.is_due(step + 1, self.steps) {
+                let last = self.engine.finish()?;
+                let closing = open.take();
+                self.close(closing, last)?;
+                let said = self.saver.save(&mut self.engine)?;
+                self.say(&said);
+                began = Instant::now();
             }
             if self.settings.output.eval.is_due(step + 1, self.steps) && !self.evaluation.is_empty() {
                 let last = self.engine.finish()?;
@@ -242,6 +282,12 @@ impl Run<'_> {
             self.evaluate()?;
         }
         Ok(true)
+    }
+
+    fn say(&mut self, lines: &[String]) {
+        if self.speaks {
+            lines.iter().for_each(|line| self.progress.say(line));
+        }
     }
 
     fn live(&mut self, tier: Tier) -> u64 {
@@ -312,7 +358,7 @@ impl Run<'_> {
             loss += self.engine.evaluate(&micros)?;
         }
         if self.speaks && tokens > 0 {
-            let step = self.records;
+            let step = self.begun + self.records;
             self.progress.say(&format!("eval_loss {:.4} after step {step} ({tokens} tokens)", loss / tokens as f64));
         }
         Ok(())
@@ -327,7 +373,7 @@ impl Run<'_> {
         let steps = self.records;
         let non_embedding = self.config.parameters() - self.config.vocab_size * self.config.hidden_size;
         let trained = TrainMetrics {
-            epoch: steps as f64 / self.sampler.steps_per_epoch() as f64,
+            epoch: (self.begun + steps) as f64 / self.sampler.steps_per_epoch() as f64,
             total_flos: 6.0 * self.tokens as f64 * non_embedding as f64,
             train_loss: (steps > 0).then(|| self.losses / steps as f64),
             train_runtime: seconds,

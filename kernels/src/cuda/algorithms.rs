@@ -1,17 +1,28 @@
-//! Remembers on disk which algorithm was fastest for which product.
+//! Remembers on disk which cut and algorithm were fastest for which product.
 //!
 //! One small JSON file per (device, cuBLASLt version) under the user's cache folder. It is only ever an
 //! optimisation: a file that cannot be read or written changes nothing but time. An algorithm is opaque data
 //! of the library, so a file of another version is never read.
 
-use super::gemm::Key;
+use super::gemm_layout::{Cut, Key};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// The remembered algorithms of one device and library version.
+/// How a product is launched: in which parts, and by which algorithm (opaque data of the library).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) struct Choice {
+    pub(crate) cut: Cut,
+    pub(crate) algorithm: [u64; 8],
+}
+
+/// The version of the files' format, in their names.
+const FORMAT: u32 = 2;
+
+/// The remembered choices of one device and library version.
 pub(crate) struct Algorithms {
     file: Option<PathBuf>,
-    known: BTreeMap<String, [u64; 8]>,
+    known: BTreeMap<String, Choice>,
 }
 
 /// The folder for what Castor can make again: `$XDG_CACHE_HOME/castor`, or `~/.cache/castor`.
@@ -41,7 +52,7 @@ pub(crate) fn file_part(name: &str) -> String {
 impl Algorithms {
     /// What is remembered, or nothing.
     pub(crate) fn load(device_name: &str, version: u64) -> Self {
-        let file = cache_folder().map(|f| f.join(format!("gemm-{}-{version}.json", file_part(device_name))));
+        let file = cache_folder().map(|f| f.join(format!("gemm{FORMAT}-{}-{version}.json", file_part(device_name))));
         Self::open(file)
     }
 
@@ -54,14 +65,14 @@ impl Algorithms {
         Algorithms { file, known }
     }
 
-    /// The remembered algorithm of a product.
-    pub(crate) fn get(&self, key: Key, tf32: bool) -> Option<[u64; 8]> {
+    /// The remembered choice for a product.
+    pub(crate) fn get(&self, key: Key, tf32: bool) -> Option<Choice> {
         self.known.get(&name(key, tf32)).copied()
     }
 
     /// Remembers one, here and on disk. Another process may have added others meanwhile: they stay.
-    pub(crate) fn put(&mut self, key: Key, tf32: bool, algorithm: [u64; 8]) {
-        self.known.insert(name(key, tf32), algorithm);
+    pub(crate) fn put(&mut self, key: Key, tf32: bool, choice: Choice) {
+        self.known.insert(name(key, tf32), choice);
         if let Some(file) = &self.file {
             let mut all = Self::open(Some(file.clone())).known;
             all.extend(self.known.iter().map(|(k, v)| (k.clone(), *v)));
@@ -87,7 +98,7 @@ fn name(key: Key, tf32: bool) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::gemm::Product;
+    use super::super::gemm_layout::{Product, Side};
     use super::*;
     use crate::DType;
     use crate::ops::Linear;
@@ -107,10 +118,12 @@ mod tests {
         };
         let mut one = Algorithms::open(file.clone());
         let mut two = Algorithms::open(file.clone());
-        one.put(key(1), false, [u64::MAX; 8]);
-        two.put(key(2), false, [2; 8]);
+        let first = Choice { cut: Cut::WHOLE, algorithm: [u64::MAX; 8] };
+        let second = Choice { cut: Cut { side: Side::M, parts: 4 }, algorithm: [2; 8] };
+        one.put(key(1), false, first);
+        two.put(key(2), false, second);
         let all = Algorithms::open(file.clone());
-        assert_eq!((all.get(key(1), false), all.get(key(2), false)), (Some([u64::MAX; 8]), Some([2; 8])));
+        assert_eq!((all.get(key(1), false), all.get(key(2), false)), (Some(first), Some(second)));
         assert_eq!(all.get(key(1), true), None);
         std::fs::write(file.as_ref().unwrap(), b"{ not json").unwrap();
         assert_eq!(Algorithms::open(file).get(key(1), false), None);

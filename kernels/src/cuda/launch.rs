@@ -74,17 +74,17 @@ impl Launcher {
         Ok(Launcher { modules, context: context.clone(), partials })
     }
 
-    pub(crate) fn zero(&self, stream: CUstream, target: Ptr) -> Result<()> {
-        let bytes = target.dtype.bytes(target.elements);
+    /// By bytes, because a part of a block of `Q8` is no element.
+    pub(crate) fn zero(&self, stream: CUstream, address: u64, bytes: u64) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: `target` is device memory of that many bytes, used in the stream's order.
+        // SAFETY: this is device memory of that many bytes, used in the stream's order.
         let code = unsafe {
-            if target.address.is_multiple_of(4) && bytes.is_multiple_of(4) {
-                sys::cuMemsetD32Async(target.address, 0, (bytes / 4) as usize, stream)
+            if address.is_multiple_of(4) && bytes.is_multiple_of(4) {
+                sys::cuMemsetD32Async(address, 0, (bytes / 4) as usize, stream)
             } else {
-                sys::cuMemsetD8Async(target.address, 0, bytes as usize, stream)
+                sys::cuMemsetD8Async(address, 0, bytes as usize, stream)
             }
         };
         check("cuMemsetAsync", code)
@@ -163,7 +163,7 @@ impl Launcher {
         let dtype = real(d_out.dtype)?;
         let kernel = match into {
             Into::Replace => {
-                self.zero(stream, d_table)?;
+                self.zero(stream, d_table.address, d_table.dtype.bytes(d_table.elements))?;
                 by_target(d_table, dtype, "embed_backward_real", "embed_backward_f32")?
             }
             Into::Add => by_target(d_table, dtype, "embed_backward_real_add", "embed_backward_f32_add")?,

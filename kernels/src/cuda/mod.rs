@@ -12,6 +12,8 @@ mod cudnn_graph;
 mod driver;
 mod engine;
 mod gemm;
+mod gemm_choice;
+mod gemm_layout;
 mod host_update;
 pub(crate) mod launch;
 mod launch_attention;

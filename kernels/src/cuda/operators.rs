@@ -125,7 +125,7 @@ impl Operators for Cuda {
             self.updates.remember(number, self.marks.done(Engine::Host), touched);
             return;
         }
-        self.compute(|s| self.launcher.zero(s, self.ptr(target)));
+        self.compute(|s| self.launcher.zero(s, self.ptr(target).address, target.span.bytes));
     }
 
     fn cast(&self, source: View, target: View) {

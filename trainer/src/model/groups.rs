@@ -94,6 +94,16 @@ impl Groups {
         &self.parts
     }
 
+    /// The tensor of this name.
+    ///
+    /// # Panics
+    /// If the model has none.
+    #[track_caller]
+    pub fn part(&self, name: &str) -> &Part {
+        let part = self.parts.iter().find(|part| part.name == name);
+        part.unwrap_or_else(|| panic!("the model has no tensor {name}"))
+    }
+
     /// The named tensors of a group; together they cover it without a gap.
     pub fn parts_of(&self, group: GroupId) -> &[Part] {
         &self.parts[self.starts[group.index()]..self.starts[group.index() + 1]]

@@ -243,8 +243,10 @@ fn output(raw: &Raw) -> Result<OutputSettings> {
         save_total_limit: raw.optional("save_total_limit", "a whole number of at least 1", |text| {
             text.parse().ok().filter(|limit| *limit > 0)
         })?,
-        resume: raw.parse("resume", "a checkpoint's folder, true or no", |text| {
+        save_model: switch(raw, "save_model")?,
+        resume: raw.parse("resume", "a checkpoint's folder, latest or no", |text| {
             Some(match boolean(text) {
+                _ if text == "latest" => Resume::Latest,
                 Some(false) => Resume::No,
                 Some(true) => Resume::Latest,
                 None => Resume::From(text.into()),

@@ -1,0 +1,37 @@
+# Shared by the scripts here: a file of random tokens, and one training run with a line of its results.
+# Expects $castor and $out.
+summary=$out/summary.txt
+say() { echo "$*" | tee -a "$summary"; }
+
+random_tokens() {
+  python3 - <<'P'
+import struct, random, array
+random.seed(1)
+n = 4_000_000
+ids = array.array('H', random.choices(range(32000), k=n))
+with open('/tmp/random.bin', 'wb') as f:
+    f.write(struct.pack('<256i', 20240520, 1, n, *([0] * 253)))
+    ids.tofile(f)
+P
+}
+
+train() { # name, then flags
+  local name=$1 began=$SECONDS; shift
+  timeout "${LIMIT:-150}" "$castor" train --data /tmp/random.bin --eval_fraction 0 --max_length 2048 --lr 1e-4 \
+    --logging_steps 1 --gradient_dtype bf16 --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
+  local code=$?
+  say "$name: exit $code in $((SECONDS - began)) s · $(grep -E '^step' "$out/train_$name.txt" | tail -n 1 | cut -c1-190)"
+  grep -E "error|panicked|host to device  |device to host  |The step waited|^  device |^  host " "$out/train_$name.txt" | cut -c1-330 | tee -a "$summary"
+  python3 - "/tmp/runs/$name/train_log.jsonl" <<'P' | tee -a "$summary"
+import json, sys, hashlib
+try:
+    steps = [s for s in map(json.loads, open(sys.argv[1])) if 'loss' in s or 'loss' in s.get('step', {})]
+    steps = [s.get('step', s) if isinstance(s.get('step'), dict) else s for s in steps]
+    losses = [s['loss'] for s in steps]; norms = [s['grad_norm'] for s in steps]
+    print('   losses', [round(x, 6) for x in losses[:6]], 'sha', hashlib.sha256(repr((losses, norms)).encode()).hexdigest()[:16],
+          'seconds', [round(s['seconds'], 3) for s in steps])
+except Exception as e:
+    print('   no log:', e)
+P
+  cat "$out/train_$name.txt" >>"$out/train.txt"; rm -f "$out/train_$name.txt"
+}

@@ -1,0 +1,73 @@
+//! Checkpoints: everything that a run needs to go on bit for bit, and how it comes back.
+//!
+//! A checkpoint is a folder `checkpoint-STEP` of the run's folder:
+//!
+//! | file | holds |
+//! |---|---|
+//! | `rank-R.bin` | rank R's part of every chunk but the gradients, as it is stored ([`rank_file`]) |
+//! | `config.json` | the model's shape, as Hugging Face writes it |
+//! | `manifest.json` | progress, what must match, length and checksum of every file: written last |
+//!
+//! The folder is made as `checkpoint-STEP.tmp` and renamed when all of it is on disk, so a folder with the final
+//! name is whole, and a crash at any byte leaves the checkpoints before as they were. Each element is written once,
+//! by the rank whose shard it would be with everything sharded, whatever the plugin shards: the files depend on the
+//! number of ranks alone, and a run of any number reads the element ranges that it stores ([`Checkpoint::restore`]).
+//!
+//! What random numbers and rows come next follows from seed and step, so no generator is saved.
+
+mod export;
+mod facts;
+mod folder;
+mod manifest;
+mod model;
+mod rank_file;
+mod restore;
+mod save;
+
+pub use export::export;
+pub use facts::{Data, Facts};
+pub use model::save_model;
+pub use restore::{Checkpoint, find};
+pub use save::{Saver, prepare, save};
+
+use crate::error::{Error, Result};
+use castor_kernels::Backend;
+use serde::{Deserialize, Serialize};
+
+/// What a rank tells the others about its part of the work.
+#[derive(Serialize, Deserialize)]
+enum Word {
+    Done(String),
+    Failed(String),
+}
+
+/// Lets all ranks know how each fared, and what it has to say: all ranks' words, in rank order, or the failure of
+/// the first that failed. All ranks must call it.
+fn share(backend: &dyn Backend, mine: Result<String>) -> Result<Vec<String>> {
+    let word = match &mine {
+        Ok(said) => Word::Done(said.clone()),
+        Err(error) => Word::Failed(error.to_string()),
+    };
+    let message = serde_json::to_vec(&word).map_err(|error| Error::Failed(error.to_string()))?;
+    let words = backend.exchange(&message);
+    mine?;
+    let mut said = Vec::new();
+    for (rank, word) in words?.iter().enumerate() {
+        match serde_json::from_slice(word) {
+            Ok(Word::Done(text)) => said.push(text),
+            Ok(Word::Failed(reason)) => return Err(Error::Failed(format!("rank {rank}: {reason}"))),
+            Err(_) => return Err(Error::Failed(format!("rank {rank} runs another version of castor"))),
+        }
+    }
+    Ok(said)
+}
+
+/// As [`share`], for ranks with nothing to say.
+fn agree(backend: &dyn Backend, mine: Result<()>) -> Result<()> {
+    share(backend, mine.map(|()| String::new())).map(drop)
+}
+
+/// A failed call on a file or folder.
+fn failed(path: &std::path::Path, call: &str, error: &std::io::Error) -> Error {
+    Error::Failed(format!("{}: {call} failed: {error}", path.display()))
+}
