@@ -100,7 +100,7 @@ impl Prediction {
 }
 
 /// Steps after which a rehearsal stops looking for the point from which steps repeat, and the window is emptied.
-const LONGEST_REHEARSAL: usize = 24;
+const LONGEST_REHEARSAL: usize = 8;
 
 /// A plan.
 #[derive(Clone, Debug)]

@@ -246,20 +246,20 @@ impl Setup<'_> {
         })
     }
 
-    /// The least device budget under which this setup plans, to 1 KiB.
+    /// The least device budget under which this setup plans, to 2 KiB.
     pub fn least_device(&self) -> u64 {
         self.least(|setup, bytes| setup.budgets.device = bytes)
     }
 
-    /// The least host budget under which this setup plans, to 1 KiB.
+    /// The least host budget under which this setup plans, to 2 KiB.
     pub fn least_host(&self) -> u64 {
         self.least(|setup, bytes| setup.budgets.host = bytes)
     }
 
     fn least(&self, set: impl Fn(&mut Self, u64)) -> u64 {
-        let (mut low, mut fits) = (0, 16 << 20);
+        let (mut low, mut fits) = (0, 4 << 20);
         let mut setup = self.clone();
-        while fits - low > 1024 {
+        while fits - low > 2048 {
             let middle = (low + fits) / 2;
             set(&mut setup, middle);
             match setup.plan() {

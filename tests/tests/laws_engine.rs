@@ -80,10 +80,10 @@ fn any_placement(mut setup: Setup<'static>, disk: &Path) {
             check(&setup, "plenty");
         }
     }
-    for keep in [Keep::All, Keep::Block] {
+    for (keep, prefetches) in [(Keep::All, [Some(0), None]), (Keep::Block, [Some(SMALL), None])] {
         setup.options.keep.fill(keep);
         setup.policy = &AutoPolicy;
-        for prefetch in [Some(0), Some(SMALL), None] {
+        for prefetch in prefetches {
             setup.prefetch = prefetch;
             for (budgets, what) in tight(&setup, disk) {
                 setup.budgets = budgets;
@@ -155,11 +155,15 @@ fn one_rank_fp16_adamw() {
     one_rank(DType::F16, ADAMW, false);
 }
 
-/// Placements of two and three ranks with everything sharded.
 #[test]
-fn ranks_any_placement() {
+fn two_ranks_f32_adamw_tied() {
     let disk = tempfile::tempdir().expect("a folder");
     any_placement(setup(2, DType::F32, ADAMW, true), disk.path());
+}
+
+#[test]
+fn three_ranks_bf16_sophia() {
+    let disk = tempfile::tempdir().expect("a folder");
     any_placement(setup(3, DType::Bf16, SOPHIA, false), disk.path());
 }
 

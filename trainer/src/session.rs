@@ -341,6 +341,8 @@ pub fn parity(
 ) -> Result<()> {
     let batch = Batch::read(batch)?;
     let world = World::from_env()?;
+    // The batch says how long rows are.
+    let settings = &Settings { max_length: batch.sequence as usize, ..settings.clone() };
     let (config, notices) = settings.model_shape()?;
     let hardware = Hardware::open(settings, &world)?;
     let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);

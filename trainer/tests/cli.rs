@@ -94,8 +94,7 @@ fn shared(path: &str) -> Option<PathBuf> {
 /// A short run of the tiny model; later flags win.
 const TRAIN: &str = "train --model_config model.json --data text.txt --max_length 16 --batch_size 2 --backend cpu \
                      --device_memory 8MiB --host_memory 8MiB --output_dir out --max_steps 3";
-const PARITY: &str = "parity --model_config model.json --backend cpu --device_memory 8MiB --host_memory 8MiB \
-                      --max_length 16";
+const PARITY: &str = "parity --model_config model.json --backend cpu --device_memory 8MiB --host_memory 8MiB";
 
 /// A safetensors file of two rows of 16 ids below 90.
 fn batch(labels: impl Fn(i64) -> i64) -> Vec<u8> {
@@ -207,7 +206,8 @@ fn parity_with_wrong_files() {
     folder.write("batch.safetensors", batch(|id| id));
     folder.write("too_large.safetensors", batch(|_| 259));
     let parity = |flags: &str| format!("{PARITY} {flags}");
-    folder.accepts(&parity("--batch batch.safetensors --out result.safetensors"));
+    let (_, err) = folder.accepts(&parity("--batch batch.safetensors --out result.safetensors"));
+    assert_eq!(err, "", "there is nothing to notice");
     let (out, _) = folder.accepts(&parity("--batch batch.safetensors --expect result.safetensors --tolerance 0"));
     assert!(out.contains("loss"), "{out}");
     folder.refuses(&parity("--batch text.txt"), 2, &["text.txt", "safetensors"]);
@@ -381,6 +381,25 @@ fn two_ranks_that_do_not_fit() {
     let err = text(&output.stderr);
     assert_eq!(output.status.code(), Some(3), "{err}");
     assert!(err.contains("castor: error: ") && err.contains("short by") && !err.contains("panicked"), "{err}");
+}
+
+/// Rows that the ranks cannot share evenly: every row counts once an epoch, the loss is the mean over all tokens, and
+/// a rank without a row waits for nobody.
+#[test]
+fn fewer_rows_than_ranks_take() {
+    let folder = Folder::new();
+    folder.write("rows.txt", "x".repeat(3 * 16 - 2));
+    let words = TRAIN.replace("text.txt", "rows.txt --shuffle false").replace("--max_steps 3", "--num_epochs 2");
+    let losses = [1, 2, 4].map(|ranks| {
+        folder.accepts(&format!("run --nproc_per_node {ranks} {words} --gradient_accumulation_steps 2 --plugin zero3"));
+        let results = std::fs::read(folder.path("out/train_results.json")).unwrap();
+        let results: serde_json::Value = serde_json::from_slice(&results).unwrap();
+        assert_eq!(results["train_samples"], 6, "{ranks} ranks");
+        results["train_loss"].as_f64().unwrap()
+    });
+    for loss in losses {
+        assert!((loss - losses[0]).abs() < 1e-5 * losses[0], "{losses:?}");
+    }
 }
 
 /// A signal ends the run after the step in which it comes, with a report of what was done.
