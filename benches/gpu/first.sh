@@ -33,7 +33,7 @@ P
 train() { # name, then flags
   local name=$1; shift
   timeout "${LIMIT:-100}" "$castor" train --backend cuda --data /tmp/random.bin --eval_fraction 0 --max_length 2048 --max_steps 10 \
-    --lr 1e-4 --logging_steps 1 --gradient_dtype bf16 --save_steps 0 --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
+    --lr 1e-4 --logging_steps 1 --gradient_dtype bf16 --no_save_model --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
   local code=$?
   say "train $name: exit $code · $(grep -E '^step 10/' "$out/train_$name.txt" | tail -n 1 | cut -c1-170)"
   grep -E "error|panicked|Max CUDA" "$out/train_$name.txt" | cut -c1-300 | tee -a "$summary"
