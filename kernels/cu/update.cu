@@ -52,7 +52,8 @@ template <int B, bool WIDE> __device__ __forceinline__ Raw<B> read_raw(const voi
         for (int e = 0; e < 8; e++)
             if (there<WIDE>(at, e)) {
                 const u64 i = at.first + to(e);
-                const u32 bits = B == 4 ? ((const u32*)memory)[i] : B == 2 ? ((const u16*)memory)[i] : ((const u8*)memory)[i];
+                const void* p = (const u8*)memory + i * B;
+                const u32 bits = B == 4 ? *(const u32*)p : B == 2 ? *(const u16*)p : *(const u8*)p;
                 x.w[e * B / 4] |= bits << (e * B % 4 * 8);
             }
     }
