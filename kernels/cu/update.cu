@@ -367,8 +367,9 @@ __device__ __forceinline__ void updated(void* parameter, const void* gradient, v
 #endif
 }
 
-// Three blocks a multiprocessor leave a thread 85 registers; with four its numbers would spill.
-extern "C" __global__ __launch_bounds__(256, 3) void update(void* parameter, const GRADIENT* gradient, void* master,
+// Blocks a multiprocessor at least: three leave a thread 85 registers, which is enough for f32 moments only.
+#define TOGETHER (FIRST == 0 && SECOND == 0 ? 3 : 2)
+extern "C" __global__ __launch_bounds__(256, TOGETHER) void update(void* parameter, const GRADIENT* gradient, void* master,
                                                          void* first_moment, void* second_moment, u64 total,
                                                          u64 aligned, u64 decayed, u64 seed, u64 first_element,
                                                          Rule rule, const float* control) {
