@@ -52,7 +52,8 @@ template <int B, bool WIDE> __device__ __forceinline__ Raw<B> read_raw(const voi
         for (int e = 0; e < 8; e++)
             if (there<WIDE>(at, e)) {
                 const u64 i = at.first + to(e);
-                const u32 bits = B == 4 ? ((const u32*)memory)[i] : B == 2 ? ((const u16*)memory)[i] : ((const u8*)memory)[i];
+                const void* p = (const u8*)memory + i * B;
+                const u32 bits = B == 4 ? *(const u32*)p : B == 2 ? *(const u16*)p : *(const u8*)p;
                 x.w[e * B / 4] |= bits << (e * B % 4 * 8);
             }
     }
@@ -366,7 +367,9 @@ __device__ __forceinline__ void updated(void* parameter, const void* gradient, v
 #endif
 }
 
-extern "C" __global__ __launch_bounds__(256, 3) void update(void* parameter, const GRADIENT* gradient, void* master,
+// Blocks a multiprocessor at least: three leave a thread 85 registers, which is enough for f32 moments only.
+#define TOGETHER (FIRST == 0 && SECOND == 0 ? 3 : 2)
+extern "C" __global__ __launch_bounds__(256, TOGETHER) void update(void* parameter, const GRADIENT* gradient, void* master,
                                                          void* first_moment, void* second_moment, u64 total,
                                                          u64 aligned, u64 decayed, u64 seed, u64 first_element,
                                                          Rule rule, const float* control) {

@@ -1,19 +1,44 @@
 //! Every kernel compiles for every architecture Castor names, and none spills registers unseen.
 //!
 //! Needs NVRTC (`pip install nvidia-cuda-nvrtc==13.0.88`), no GPU. It is looked for in `CASTOR_NVRTC_DIR`,
-//! then in the packages of `VIRTUAL_ENV` and of the usual Python folders; without it the test says
-//! "skipped".
+//! then in the packages of `VIRTUAL_ENV`, of the `python3` that `PATH` names and of the usual Python folders;
+//! without it the test says "skipped".
+//!
+//! The default takes about a minute of CPU; `CASTOR_CU_ALL=1` compiles every program a run can ask for, which
+//! takes many.
 //!
 //! A kernel that may spill says so in its source, on a line of its own:
 //! `// spills allowed: KERNEL with OPTION: why`, which holds where the program has that option.
 
+use castor_kernels::DType;
 use castor_kernels::cuda::nvrtc::compile;
-use castor_kernels::cuda::programs::Program;
+use castor_kernels::cuda::programs::{Formula, Master, Program};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use std::path::{Path, PathBuf};
 
+/// The architecture Castor is measured on.
+const MEASURED: &str = "sm_90a";
 /// Oldest, measured and newest.
-const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100"];
+const ARCHITECTURES: [&str; 3] = ["sm_80", MEASURED, "sm_100"];
+
+/// Updates that together meet every storage, moment format and formula. The first stands for all of them on
+/// architectures that are not measured.
+const UPDATES: [Program; 6] = [
+    Program::Update(Master::Split, DType::Bf16, DType::Q8, DType::Q8, Formula::AdamW),
+    Program::Update(Master::Split, DType::Bf16, DType::F32, DType::F32, Formula::AdamW),
+    Program::Update(Master::Split, DType::Bf16, DType::Bf16, DType::Bf16, Formula::AdamW),
+    Program::Update(Master::Bf16, DType::F32, DType::Bf16, DType::F32, Formula::Sophia),
+    Program::Update(Master::F16, DType::F16, DType::F32, DType::Q8, Formula::AdamW),
+    Program::Update(Master::Own, DType::F32, DType::F32, DType::F32, Formula::AdamW),
+];
+
+/// Where the `python3` that `PATH` names keeps its packages. It is asked, because a launcher of a version
+/// manager says nothing by its path.
+fn packages_of_python() -> Option<PathBuf> {
+    let ask = ["-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"];
+    let output = std::process::Command::new("python3").args(ask).output().ok()?;
+    Some(PathBuf::from(String::from_utf8(output.stdout).ok()?.trim()))
+}
 
 fn folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = std::env::var_os("CASTOR_NVRTC_DIR").map(PathBuf::from).into_iter().collect();
@@ -29,6 +54,7 @@ fn folders() -> Vec<PathBuf> {
             }
         }
     }
+    folders.extend(packages_of_python().map(|packages| packages.join("nvidia/cu13/lib")));
     folders.push(PathBuf::from("/usr/local/cuda/lib64"));
     folders
 }
@@ -65,20 +91,30 @@ fn spills(log: &str) -> Vec<(String, String)> {
     spills
 }
 
-/// The programs to compile. All of them on all architectures take many minutes (`CASTOR_CU_ALL=1`); without
-/// that, f16 (the same code as bf16) and the rarer heads are left to the measured architecture, and of the
-/// update's 126 storage combinations every fifth is taken, which meets every format, gradient and formula.
+/// The programs to compile: without `every`, for the measured architecture all kernels in bf16 and f32 (f16 is
+/// bf16's code), for the others each source once.
 fn programs(architecture: &str, every: bool) -> Vec<Program> {
-    let f16 = |program: &Program| format!("{program:?}").contains("F16");
-    let mut updates = 0;
+    let measured = architecture == MEASURED;
     let mut programs = Program::all(architecture != "sm_80");
     programs.retain(|program| {
-        updates += u32::from(matches!(program, Program::Update(..)));
         every
-            || match program {
-                Program::Update(..) => updates % 5 == 0,
-                Program::Attention(_, 64 | 256) => architecture == "sm_90a",
-                program => architecture == "sm_90a" || !f16(program),
+            || match *program {
+                Program::Finish => true,
+                Program::Update(..) => UPDATES[0] == *program || measured && UPDATES.contains(program),
+                Program::Hessian(gradient, estimate) => measured && gradient == DType::Bf16 && estimate != DType::F32,
+                Program::Cast(from, to) => {
+                    (from, to) == (DType::Bf16, DType::F32) || measured && (from, to) == (DType::F32, DType::Bf16)
+                }
+                Program::Attention(dtype, head) => dtype == DType::Bf16 && (head == 128 || measured),
+                Program::Embed(dtype)
+                | Program::Rmsnorm(dtype)
+                | Program::Columns(dtype)
+                | Program::Rope(dtype)
+                | Program::Swiglu(dtype)
+                | Program::Classify(dtype, _)
+                | Program::Reduce(dtype)
+                | Program::AttentionAny(dtype)
+                | Program::AttentionPlain(dtype) => dtype == DType::Bf16 || measured && dtype == DType::F32,
             }
     });
     programs

@@ -7,10 +7,9 @@ use super::Ptr;
 use super::algorithms::{cache_folder, file_part, write_cache};
 use super::cudnn_backend::{Descriptor, Handle, Library, kind, value};
 use super::cudnn_graph::{self, Pass, Plan, Target, tensor};
-use super::driver::check;
 use crate::ops::Attention;
 use crate::{DType, Error, Result};
-use cudarc::driver::sys::{self, CUstream};
+use cudarc::driver::sys::CUstream;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -44,7 +43,6 @@ pub(crate) struct Cudnn {
     plans: Mutex<HashMap<Key, Known>>,
     handle: Handle,
     library: Arc<Library>,
-    stream: CUstream,
     folder: Option<PathBuf>,
 }
 
@@ -77,7 +75,7 @@ impl Cudnn {
         }
         let handle = Handle::new(&library, stream)?;
         let folder = cache_folder().map(|f| f.join(format!("cudnn-{}-{}", file_part(device_name), library.version)));
-        Ok(Cudnn { plans: Mutex::default(), handle, library, stream, folder })
+        Ok(Cudnn { plans: Mutex::default(), handle, library, folder })
     }
 
     /// The library's version, for people.
@@ -204,14 +202,6 @@ impl Cudnn {
             let dense = index * rows * shape.heads * shape.head_dim * 2;
             let [q, k, v] = parts(qkv.address + packed, shape);
             let [d_q, d_k, d_v] = parts(d_qkv.address + packed, shape);
-            if !shape.deterministic {
-                // Versions before 9.6 add to what is there; later ones start from zero by themselves.
-                let bytes = rows * shape.heads * shape.head_dim * 4;
-                // SAFETY: inside the scratch, whose size was checked.
-                check("cuMemsetD8Async", unsafe {
-                    sys::cuMemsetD8Async(scratch.address + at.d_q_sum, 0, bytes as usize, self.stream)
-                })?;
-            }
             let mut pointers = vec![
                 (tensor::Q, q),
                 (tensor::K, k),
@@ -228,6 +218,7 @@ impl Cudnn {
                 (tensor::ONE, scalars.address(2)),
             ];
             if !shape.deterministic {
+                // Its sums start from zero by themselves (since 9.6).
                 pointers.push((tensor::D_Q_SUM, scratch.address + at.d_q_sum));
             }
             // SAFETY: as in `forward`; pieces of the batch follow each other in every view.
