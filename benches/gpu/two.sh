@@ -28,9 +28,14 @@ except Exception as e:
 P
   cat "$out/train_$name.txt" >>"$out/train.txt"; rm -f "$out/train_$name.txt"
 }
-for plugin in ddp zero2 zero3 gemini_cpu; do two eq_2x4_$plugin $small --batch_size 4 --plugin $plugin; done
-two 7b_zero3 $seven --plugin zero3
-two 7b_gemini_cuda $seven --plugin gemini_cuda
+for plugin in ddp zero2 zero3 gemini_cpu; do LIMIT=40 two eq_2x4_$plugin $small --batch_size 4 --plugin $plugin; done
+LIMIT=70 two 7b_zero3 $seven --plugin zero3
+LIMIT=70 two 7b_gemini_cuda $seven --plugin gemini_cuda
+if [ $# -gt 1 ]; then say "== device tests"; timeout 90 "$2" >"$out/device_tests.txt" 2>&1; grep -E "FAILED|passed|skipped" "$out/device_tests.txt" | tee -a "$summary"; fi
+castor=$binary
+LIMIT=60 train 7b_one $seven --plugin gemini_cuda
+LIMIT=100 train 7b_64k_host_48GiB --backend cuda --config configs/llama2-7b.json --mixed_precision bf16 --batch_size 8 --gradient_accumulation_steps 4 --max_steps 4 --plugin gemini_cpu --recompute full --device_memory 48GiB
+[ -n "${ARTICLE:-}" ] || exit 0
 article="--backend cuda --config configs/article-4block.json --mixed_precision fp16 --grad_checkpoint --max_steps 5"
 two article_ddp_plain $article --plugin ddp --no_flash_attention --batch_size 8 --gradient_accumulation_steps 8 --max_steps 3
 two article_ddp_flash $article --plugin ddp --batch_size 16 --gradient_accumulation_steps 8

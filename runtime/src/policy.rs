@@ -168,13 +168,14 @@ fn may_leave(layout: &Layout, chunk: ChunkId) -> bool {
     layout.world == 1 || chunk.role() != Role::Parameter || layout.sharding.parameters == layout.sharding.optimizer
 }
 
-/// Chunks, those whose absence from the device would cost most link bytes per stored byte first; among equals
-/// the first groups, whose gradients come last and whose weights are wanted first.
+/// Chunks, those whose absence from the device would cost most link bytes per stored byte first. Among equals the
+/// groups come in an order whose every beginning is spread over the model, the first group first: its weights are
+/// wanted at once, and what is left out then crosses the link at even distances, behind the blocks between.
 fn by_value(view: &PolicyView<'_>) -> Vec<ChunkId> {
     let mut chunks: Vec<ChunkId> = view.layout.chunk_ids().collect();
     chunks.sort_by_key(|&chunk| {
         let (into, out) = view.schedule.crossings(chunk);
-        (std::cmp::Reverse(into + out), chunk.group(), chunk)
+        (std::cmp::Reverse(into + out), chunk.group().0.reverse_bits(), chunk)
     });
     chunks
 }

@@ -186,11 +186,15 @@ impl StatefulTensorMgr {
 }
 
 fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+    let halves = |convert: fn(f32) -> u16| {
+        let halves: Vec<u16> = values.iter().map(|value| convert(*value)).collect();
+        bytemuck::cast_slice(&halves).to_vec()
+    };
     match dtype {
-        DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::Bf16 => values.iter().flat_map(|v| numeric::round_bf16(*v).to_le_bytes()).collect(),
-        DType::F16 => values.iter().flat_map(|v| numeric::round_f16(*v).to_le_bytes()).collect(),
-        DType::Rem16 => values.iter().flat_map(|v| numeric::split(*v).1.to_le_bytes()).collect(),
+        DType::F32 => bytemuck::cast_slice(values).to_vec(),
+        DType::Bf16 => halves(numeric::round_bf16),
+        DType::F16 => halves(numeric::round_f16),
+        DType::Rem16 => halves(|value| numeric::split(value).1 as u16),
         DType::F64 | DType::I32 | DType::Q8 => unreachable!("weights are not kept as {dtype:?}"),
     }
 }
