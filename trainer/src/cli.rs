@@ -12,7 +12,7 @@ use clap::{Arg, ArgAction, ArgMatches};
 use crate::data::{DataSpec, OnBadRecord};
 use crate::error::{Error, Result};
 use crate::settings::raw::{Origin, Raw};
-use crate::settings::table::{self, FLAGS, IGNORED, Kind, SHORTHANDS};
+use crate::settings::table::{self, FLAGS, Flag, IGNORED, Kind, SHORTHANDS};
 use crate::settings::{Settings, boolean, nearest};
 use crate::weights::ExportDType;
 
@@ -69,6 +69,8 @@ pub enum Command {
     Doctor {
         /// Whether links, memory, disk and GEMM are measured.
         bench: bool,
+        /// Which hardware: backend and NVMe folder.
+        settings: Box<Settings>,
     },
     /// Help, the version or `--print_config`: text to print.
     Text(String),
@@ -132,7 +134,16 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             },
         }),
         Some(("report", matches)) => Ok(Command::Report(required(matches, "run_dir").into())),
-        Some(("doctor", matches)) => Ok(Command::Doctor { bench: matches.get_flag("bench") }),
+        Some(("doctor", matches)) => {
+            let mut raw = Raw::default();
+            for flag in doctor_flags() {
+                if let Some(values) = matches.get_many::<String>(flag.key) {
+                    raw.set(flag.key, values.cloned().collect(), Origin::Flag)?;
+                }
+            }
+            let settings = Box::new(Settings::resolve(&raw, Vec::new())?);
+            Ok(Command::Doctor { bench: matches.get_flag("bench"), settings })
+        }
         _ => unreachable!("clap asks for a sub-command"),
     }
 }
@@ -286,32 +297,43 @@ fn tree() -> clap::Command {
         )
         .subcommand(
             command("doctor", "What this machine has, what is missing and what to do")
-                .arg(switch("bench", "Measure links, memory, disk and GEMM")),
+                .arg(switch("bench", "Measure links, memory, GEMM and the disk of --nvme; plans use what it finds"))
+                .args(doctor_flags().map(argument)),
         )
+}
+
+/// The rows of the table that `doctor` takes.
+fn doctor_flags() -> impl Iterator<Item = &'static Flag> {
+    FLAGS.iter().filter(|flag| matches!(flag.key, "backend" | "nvme"))
+}
+
+/// A row of the table as clap knows it.
+fn argument(flag: &'static Flag) -> Arg {
+    let mut arg = Arg::new(flag.key)
+        .long(flag.key)
+        .aliases(flag.aliases)
+        .allow_negative_numbers(true)
+        .value_name("V")
+        .help_heading(flag.group);
+    arg = match flag.kind {
+        Kind::Value => arg.num_args(1),
+        Kind::List => arg.num_args(1..).action(ArgAction::Append),
+        Kind::Switch => arg.num_args(0..=1).default_missing_value("true"),
+        Kind::OrJust(value) => arg.num_args(0..=1).default_missing_value(value),
+    };
+    if let Some(short) = flag.short {
+        arg = arg.short(short);
+    }
+    match flag.default {
+        "" => arg.help(flag.help),
+        default => arg.help(format!("{} [{default}]", flag.help)),
+    }
 }
 
 /// Adds the table's flags, their other names, and `--print_config`.
 fn training_flags(mut command: clap::Command) -> clap::Command {
     for flag in FLAGS {
-        let mut arg = Arg::new(flag.key)
-            .long(flag.key)
-            .aliases(flag.aliases)
-            .allow_negative_numbers(true)
-            .value_name("V")
-            .help_heading(flag.group);
-        arg = match flag.kind {
-            Kind::Value => arg.num_args(1),
-            Kind::List => arg.num_args(1..).action(ArgAction::Append),
-            Kind::Switch => arg.num_args(0..=1).default_missing_value("true"),
-            Kind::OrJust(value) => arg.num_args(0..=1).default_missing_value(value),
-        };
-        if let Some(short) = flag.short {
-            arg = arg.short(short);
-        }
-        command = command.arg(match flag.default {
-            "" => arg.help(flag.help),
-            default => arg.help(format!("{} [{default}]", flag.help)),
-        });
+        command = command.arg(argument(flag));
     }
     for short in SHORTHANDS {
         let mut arg = boolean_flag(short.names[0])

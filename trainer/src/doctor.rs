@@ -1,21 +1,10 @@
-//! `castor doctor`: what this machine has, what is missing and what to do about it; and the measured rates that
-//! the planner reads.
+//! `castor doctor`: what this machine has, what is missing and what to do about it.
 //!
 //! Reads `/proc`, `/sys` and the folder for offloaded chunks. What lies in the hardware layer (CUDA, io_uring) is
-//! asked through [`Probes`], and the measuring itself is handed in: this file owns the words and the cache.
+//! asked through [`Probes`]: this file owns the words. How fast it all is, [`crate::measure`] finds out.
 
 use castor_kernels::block_io::{BlockFile, BlockOptions};
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
-
-use serde::{Deserialize, Serialize};
-
-use crate::error::{Error, Result};
-use crate::report::write_whole;
-
-/// Version of the form of the rates' file.
-const RATES_VERSION: u32 = 1;
 
 /// How a finding stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -290,75 +279,6 @@ fn ssh(path: Option<&std::ffi::OsStr>) -> Finding {
     }
 }
 
-/// A measured rate.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct MeasuredRate {
-    /// In this unit: "GB/s" (10⁹ bytes), "TFLOP/s", "µs".
-    pub unit: String,
-    /// How much.
-    pub value: f64,
-    /// With what it was measured: size, direction, threads.
-    pub how: String,
-}
-
-/// What `castor doctor --bench` measured, by name ("host to device", "nvme read", "bf16 gemm").
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Rates {
-    version: u32,
-    /// What the rates hold for: CPU, devices, folder. Rates of another machine are not used.
-    pub machine: String,
-    /// Seconds since 1970.
-    pub measured_at: u64,
-    /// The rates.
-    pub rates: BTreeMap<String, MeasuredRate>,
-}
-
-impl Rates {
-    /// Rates measured now on `machine`.
-    pub fn now(machine: &str, rates: BTreeMap<String, MeasuredRate>) -> Rates {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Rates { version: RATES_VERSION, machine: machine.into(), measured_at: since.as_secs(), rates }
-    }
-
-    /// Where they are kept: `$XDG_CACHE_HOME/castor/rates.json`, else under `~/.cache`. None without a home.
-    pub fn path() -> Option<PathBuf> {
-        let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-        Some(cache.join("castor").join("rates.json"))
-    }
-
-    /// Writes them.
-    ///
-    /// # Errors
-    /// [`Error::Failed`] with path and reason.
-    pub fn write(&self, path: &Path) -> Result<()> {
-        let failed = |reason: String| Error::Failed(format!("{}: {reason}", path.display()));
-        if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder).map_err(|error| failed(error.to_string()))?;
-        }
-        let bytes = serde_json::to_vec_pretty(self).map_err(|error| failed(error.to_string()))?;
-        write_whole(path, &bytes)
-    }
-
-    /// Reads the rates of `machine`. None if there are none, they are of another machine, or the file is of
-    /// another version or broken: then they are measured again, nothing else depends on them.
-    pub fn read(path: &Path, machine: &str) -> Option<Rates> {
-        let rates: Rates = serde_json::from_slice(&std::fs::read(path).ok()?).ok()?;
-        (rates.version == RATES_VERSION && rates.machine == machine).then_some(rates)
-    }
-
-    /// As text, a line per rate.
-    pub fn render(&self) -> String {
-        let width = self.rates.keys().map(|name| name.chars().count()).max().unwrap_or(0);
-        let mut text = format!("Measured rates of {}\n", self.machine);
-        for (name, rate) in &self.rates {
-            let padding = " ".repeat(width - name.chars().count());
-            text.push_str(&format!("  {name}{padding}  {:>9.2} {:<8} {}\n", rate.value, rate.unit, rate.how));
-        }
-        text
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -426,19 +346,5 @@ mod tests {
         let nowhere = disk(Path::new("/no/such/folder"));
         assert_eq!(nowhere[0].state, State::Missing);
         assert_eq!(ssh(None).state, State::Missing);
-    }
-
-    #[test]
-    fn rates_of_another_machine_are_not_used() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("castor/rates.json");
-        let rate = MeasuredRate { unit: "GB/s".into(), value: 12.5, how: "64 MiB, one way".into() };
-        let rates = Rates::now("this", BTreeMap::from([("host to device".into(), rate)]));
-        rates.write(&path).unwrap();
-        assert_eq!(Rates::read(&path, "this"), Some(rates.clone()));
-        assert_eq!(Rates::read(&path, "that"), None);
-        assert!(rates.render().contains("12.50 GB/s"));
-        std::fs::write(&path, "{").unwrap();
-        assert_eq!(Rates::read(&path, "this"), None);
     }
 }

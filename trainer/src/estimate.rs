@@ -7,52 +7,11 @@
 
 use crate::activations::Keep;
 use crate::engine::Options;
+use crate::rates::Rates;
 use castor_kernels::Tier;
 use castor_runtime::layout::Layout;
 use castor_runtime::policy::Placement;
 use castor_runtime::{ChunkId, Role};
-
-/// What the hardware does per second.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rates {
-    /// Floating-point operations of matrix products.
-    pub products: f64,
-    /// Bytes of device memory, read and written.
-    pub device_memory: f64,
-    /// Bytes from host to device.
-    pub host_to_device: f64,
-    /// Bytes from device to host.
-    pub device_to_host: f64,
-    /// Bytes from disk to host.
-    pub nvme_read: f64,
-    /// Bytes from host to disk.
-    pub nvme_write: f64,
-}
-
-impl Rates {
-    /// Rates to reckon with on a backend of this name until they are measured: those of an H200 with both directions
-    /// of its link busy (`benches/LOG.md`), or of one CPU core.
-    pub const fn assumed(backend: &str) -> Rates {
-        match backend.as_bytes() {
-            b"cuda" => Rates {
-                products: 700e12,
-                device_memory: 3.5e12,
-                host_to_device: 48.5e9,
-                device_to_host: 48.5e9,
-                nvme_read: 1.5e9,
-                nvme_write: 2.6e9,
-            },
-            _ => Rates {
-                products: 20e9,
-                device_memory: 10e9,
-                host_to_device: 5e9,
-                device_to_host: 5e9,
-                nvme_read: 0.5e9,
-                nvme_write: 0.5e9,
-            },
-        }
-    }
-}
 
 /// A step's predicted time.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -9,7 +9,7 @@ use castor_trainer::data::{self, Tokenizer};
 use castor_trainer::doctor::{self, Finding, Probes};
 use castor_trainer::error::Result;
 use castor_trainer::launcher::{self, Setup};
-use castor_trainer::{checkpoint, plan, report, session, train};
+use castor_trainer::{checkpoint, measure, plan, report, session, train};
 
 fn main() -> ExitCode {
     match run() {
@@ -45,7 +45,13 @@ fn run() -> Result<u8> {
             println!("{} tokens of {} documents in {}", summary.tokens, summary.documents, out.display());
         }
         Command::Report(run_dir) => report::main(&run_dir)?,
-        Command::Doctor { .. } => doctor_main(),
+        Command::Doctor { bench, settings } => {
+            survey(settings.memory.nvme.as_deref().unwrap_or(Path::new(".")));
+            if bench {
+                println!();
+                measure::main(&settings)?;
+            }
+        }
         Command::Export { checkpoint: from, out, dtype } => {
             for notice in checkpoint::export(&from, &out, dtype)? {
                 eprintln!("castor: {notice}");
@@ -55,7 +61,8 @@ fn run() -> Result<u8> {
     Ok(0)
 }
 
-fn doctor_main() {
+/// Prints what was found. `folder`: where chunks would be offloaded to.
+fn survey(folder: &Path) {
     let cuda = || {
         let finding = |found: cuda::Found| match found.state {
             Ok(usable) => Finding::found(found.library, format!("{} at {}", usable.version, usable.path.display())),
@@ -63,6 +70,6 @@ fn doctor_main() {
         };
         cuda::survey().into_iter().map(finding).collect()
     };
-    let findings = doctor::survey(Path::new("."), &Probes { cuda: &cuda, block_io: &doctor::block_io });
+    let findings = doctor::survey(folder, &Probes { cuda: &cuda, block_io: &doctor::block_io });
     print!("{}", doctor::render(&findings));
 }

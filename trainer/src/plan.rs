@@ -4,6 +4,7 @@ use crate::account;
 use crate::engine::Blueprint;
 use crate::error::Result;
 use crate::estimate::Estimate;
+use crate::rates::Rates;
 use crate::rendezvous::World;
 use crate::session::{self, Hardware};
 use crate::settings::Settings;
@@ -32,9 +33,9 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
         settings.gradient_accumulation_steps,
         steps,
     );
-    let (blueprint, plan, estimate) = session::plan(settings, options, &*hardware.backend, world, &hardware.budgets)?;
+    let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world)?;
     if as_json {
-        println!("{}", as_value(&blueprint, &plan, &estimate, parameters));
+        println!("{}", as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters));
         return Ok(());
     }
     for notice in notices.iter().chain(&hardware.notices) {
@@ -55,11 +56,12 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
     println!("  blocks keep   {}", levels.join(", "));
     println!("  together      {} of {} micro-batches", blueprint.options().round, blueprint.options().micro_batches);
     println!(
-        "  estimated     {:.3} s a step (compute {:.3} s), bounded by {}; rates are assumed, not measured here",
+        "  estimated     {:.3} s a step (compute {:.3} s), bounded by {}",
         estimate.step_s,
         estimate.compute_s,
         estimate.bound()
     );
+    println!("  rates         {}", hardware.rates.origin(settings.memory.nvme.is_some()));
     if let Some((index, worst)) = plan.predicted.ticks[0]
         .iter()
         .enumerate()
@@ -86,7 +88,13 @@ fn by_role(blueprint: &Blueprint, plan: &Plan) -> BTreeMap<Role, BTreeMap<Tier, 
     roles
 }
 
-fn as_value(blueprint: &Blueprint, plan: &Plan, estimate: &Estimate, parameters: u64) -> serde_json::Value {
+fn as_value(
+    blueprint: &Blueprint,
+    plan: &Plan,
+    estimate: &Estimate,
+    rates: &Rates,
+    parameters: u64,
+) -> serde_json::Value {
     let layout = blueprint.layout();
     let tiers = Tier::ALL.map(|tier| {
         json!({
@@ -121,6 +129,7 @@ fn as_value(blueprint: &Blueprint, plan: &Plan, estimate: &Estimate, parameters:
         "estimated_step_s": estimate.step_s,
         "estimated_compute_s": estimate.compute_s,
         "bound": estimate.bound(),
+        "rates": rates,
         "chunks": homes,
     })
 }

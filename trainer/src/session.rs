@@ -7,12 +7,13 @@ use crate::activations::{Keep, LOGITS_BYTES};
 use crate::config::ModelConfig;
 use crate::engine::{self, Blueprint, Engine, Options};
 use crate::error::{Error, Result};
-use crate::estimate::{self, Estimate, Rates};
+use crate::estimate::{self, Estimate};
 use crate::loss_scale::Dynamic;
 use crate::lr::{Convention, Decay, Schedule};
 use crate::optimizer::Optimizer;
 use crate::parity::{self, Batch};
 use crate::plugin::Placement;
+use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
 use crate::settings::{
     BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, StateFormat,
@@ -35,6 +36,8 @@ pub struct Hardware {
     pub backend: Arc<dyn Backend>,
     /// Bytes per tier.
     pub budgets: Budgets,
+    /// What it does per second, the same numbers on all ranks.
+    pub rates: Rates,
     /// What to tell the user.
     pub notices: Vec<String>,
 }
@@ -45,31 +48,67 @@ impl Hardware {
     /// # Errors
     /// If CUDA is asked for and not there, a peer does not appear, or a limit cannot be read.
     pub fn open(settings: &Settings, world: &World) -> Result<Hardware> {
-        let mut notices = Vec::new();
-        let link = match world.world {
-            1 => None,
-            ranks => {
-                let master = world.meeting_address()?;
-                Some(Link::rendezvous(world.rank, ranks, master, world.timeout, LinkOptions::default())?)
-            }
-        };
-        let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {
-            (BackendKind::Cpu, _) => Arc::new(cpu(settings, world, link)?),
-            (BackendKind::Auto, Err(reason)) => {
-                notices.push(format!("no CUDA device, training on the CPU: {reason}"));
-                Arc::new(cpu(settings, world, link)?)
-            }
-            (BackendKind::Cuda, Err(reason)) => {
-                return Err(Error::Usage(format!("--backend cuda: {reason}; without a GPU, --backend cpu trains too")));
-            }
-            (BackendKind::Cuda | BackendKind::Auto, Ok(devices)) => cuda(settings, world, devices, link)?,
-        };
+        let (backend, notices) = backend(settings, world, false)?;
         let budgets = budgets(settings, world, &*backend)?;
-        Ok(Hardware { backend, budgets, notices })
+        let cache = RateCache::path().as_deref().map(RateCache::read).unwrap_or_default();
+        let known = Rates::known(&backend.device(), settings.memory.nvme.as_deref(), &cache);
+        let known = if backend.device().backend == "cpu" { known.within(&settings.backend.emulated) } else { known };
+        let rates = agreed(&*backend, known)?;
+        Ok(Hardware { backend, budgets, rates, notices })
     }
 }
 
-fn cuda(settings: &Settings, world: &World, devices: usize, link: Option<Link>) -> Result<Arc<dyn Backend>> {
+/// The rates of rank 0, whatever the other ranks' caches hold: all ranks must come to the same plan (L7).
+fn agreed(backend: &dyn Backend, rates: Rates) -> Result<Rates> {
+    if backend.world() == 1 {
+        return Ok(rates);
+    }
+    let unreadable = |error: serde_json::Error| {
+        Error::Kernels(castor_kernels::Error::Peer {
+            rank: 0,
+            reason: format!("sent no rates ({error}): are all ranks running the same version of castor?"),
+        })
+    };
+    let message = serde_json::to_vec(&rates).map_err(unreadable)?;
+    let rates = backend.exchange(&message)?;
+    serde_json::from_slice(&rates[0]).map_err(unreadable)
+}
+
+/// The backend that `settings` ask for, as a rank of `world`, and what to tell the user. `timed`: with the device's
+/// times of marks, where it can keep them.
+///
+/// # Errors
+/// If CUDA is asked for and not there, or a peer does not appear.
+pub fn backend(settings: &Settings, world: &World, timed: bool) -> Result<(Arc<dyn Backend>, Vec<String>)> {
+    let mut notices = Vec::new();
+    let link = match world.world {
+        1 => None,
+        ranks => {
+            let master = world.meeting_address()?;
+            Some(Link::rendezvous(world.rank, ranks, master, world.timeout, LinkOptions::default())?)
+        }
+    };
+    let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {
+        (BackendKind::Cpu, _) => Arc::new(cpu(settings, world, link)?),
+        (BackendKind::Auto, Err(reason)) => {
+            notices.push(format!("no CUDA device, training on the CPU: {reason}"));
+            Arc::new(cpu(settings, world, link)?)
+        }
+        (BackendKind::Cuda, Err(reason)) => {
+            return Err(Error::Usage(format!("--backend cuda: {reason}; without a GPU, --backend cpu trains too")));
+        }
+        (BackendKind::Cuda | BackendKind::Auto, Ok(devices)) => cuda(settings, world, devices, link, timed)?,
+    };
+    Ok((backend, notices))
+}
+
+fn cuda(
+    settings: &Settings,
+    world: &World,
+    devices: usize,
+    link: Option<Link>,
+    timed: bool,
+) -> Result<Arc<dyn Backend>> {
     let ordinal = world.local_rank as usize;
     if ordinal >= devices {
         return Err(Error::Usage(format!(
@@ -79,6 +118,7 @@ fn cuda(settings: &Settings, world: &World, devices: usize, link: Option<Link>) 
     let options = castor_kernels::cuda::CudaOptions {
         ordinal,
         deterministic: settings.backend.deterministic,
+        timed,
         link,
         ..Default::default()
     };
@@ -112,20 +152,7 @@ fn budgets(settings: &Settings, world: &World, backend: &dyn Backend) -> Result<
     let host = if device.backend == "cpu" { host / 2 } else { host };
     let nvme = match &memory.nvme {
         None => 0,
-        Some(folder) => {
-            let refused = |reason: &dyn std::fmt::Display| {
-                Error::Usage(format!(
-                    "--nvme {}: {reason}; give an existing folder that can be written",
-                    folder.display()
-                ))
-            };
-            let free = limits::disk_available_bytes(folder).map_err(|error| refused(&error))?;
-            if !folder.is_dir() {
-                return Err(refused(&"it is not a folder"));
-            }
-            rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).map_err(|error| refused(&error))?;
-            memory.nvme_capacity.bytes(free / local)
-        }
+        Some(folder) => memory.nvme_capacity.bytes(disk_room(folder)? / local),
     };
     Ok(Budgets {
         device: memory.device.bytes(device.available_bytes + device.overhead_bytes),
@@ -133,6 +160,22 @@ fn budgets(settings: &Settings, world: &World, backend: &dyn Backend) -> Result<
         nvme,
         nvme_folder: memory.nvme.clone(),
     })
+}
+
+/// Bytes that the disk of the NVMe tier's folder has room for.
+///
+/// # Errors
+/// [`Error::Usage`] if it is not a folder that can be written.
+pub fn disk_room(folder: &Path) -> Result<u64> {
+    let refused = |reason: &dyn std::fmt::Display| {
+        Error::Usage(format!("--nvme {}: {reason}; give an existing folder that can be written", folder.display()))
+    };
+    let room = limits::disk_available_bytes(folder).map_err(|error| refused(&error))?;
+    if !folder.is_dir() {
+        return Err(refused(&"it is not a folder"));
+    }
+    rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).map_err(|error| refused(&error))?;
+    Ok(room)
 }
 
 /// The policy of the plugin.
@@ -231,18 +274,17 @@ pub fn options(
 pub fn plan(
     settings: &Settings,
     options: Options,
-    backend: &dyn Backend,
+    hardware: &Hardware,
     world: u32,
-    budgets: &Budgets,
 ) -> Result<(Blueprint, Plan, Estimate)> {
     let policy = policy(settings);
-    let rates = Rates::assumed(backend.device().backend);
+    let (backend, budgets, rates) = (&*hardware.backend, &hardware.budgets, &hardware.rates);
     let mut candidates: Vec<(f64, Blueprint)> = Vec::new();
     for round in rounds(&options, world) {
         for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
             let options = Options { round, keep, ..options.clone() };
             let blueprint = Blueprint::for_world(options, backend, world);
-            candidates.push((estimate::floor_s(blueprint.options(), blueprint.layout(), &rates), blueprint));
+            candidates.push((estimate::floor_s(blueprint.options(), blueprint.layout(), rates), blueprint));
         }
     }
     // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
@@ -254,7 +296,7 @@ pub fn plan(
         }
         match blueprint.plan(backend, &*policy, budgets.clone(), settings.memory.prefetch).map_err(Error::from) {
             Ok(plan) => {
-                let estimate = estimate::estimate(blueprint.options(), blueprint.layout(), &plan.placement, &rates);
+                let estimate = estimate::estimate(blueprint.options(), blueprint.layout(), &plan.placement, rates);
                 if best.as_ref().is_none_or(|best| estimate.step_s < best.2.step_s) {
                     best = Some((blueprint, plan, estimate));
                 }
@@ -347,7 +389,7 @@ pub fn parity(
     let hardware = Hardware::open(settings, &world)?;
     let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
     options.evaluates = true;
-    let (blueprint, plan, _) = plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
+    let (blueprint, plan, _) = plan(settings, options, &hardware, world.world)?;
     let mut engine = engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
     let said = load(settings, &mut engine)?;
     let report = parity::run(&mut engine, &batch, expect, out, tolerance)?;

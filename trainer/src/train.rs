@@ -57,7 +57,7 @@ pub fn main(settings: &Settings) -> Result<()> {
     let mut options =
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = !evaluation.is_empty();
-    let (blueprint, plan, _) = session::plan(settings, options, &*hardware.backend, world.world, &hardware.budgets)?;
+    let (blueprint, plan, _) = session::plan(settings, options, &hardware, world.world)?;
     if speaks {
         checkpoint::prepare(settings, blueprint.layout())?;
     }

@@ -1,7 +1,7 @@
 //! Commands as people have published them, and as people mistype them.
 
 use super::{Command, parse, tree};
-use crate::settings::{OptimizerKind, Precision, Recompute, ScheduleKind, Settings, Warmup};
+use crate::settings::{BackendKind, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, Warmup};
 
 /// Parses a line split at spaces; `"a b"` keeps its space.
 fn line(text: &str) -> Result<Command, String> {
@@ -88,7 +88,9 @@ fn other_commands() {
     assert!(matches!(pack, Ok(Command::DataPack { spec, .. }) if spec.inputs.len() == 2 && !spec.bos && spec.eos));
     assert!(matches!(line("export a b"), Ok(Command::Export { .. })));
     assert!(matches!(line("report r"), Ok(Command::Report(_))));
-    assert!(matches!(line("doctor --bench"), Ok(Command::Doctor { bench: true })));
+    let doctor = line("doctor --bench --backend cpu --nvme-path scratch");
+    let Ok(Command::Doctor { bench: true, settings }) = doctor else { panic!("{doctor:?}") };
+    assert_eq!((settings.backend.kind, settings.memory.nvme), (BackendKind::Cpu, Some("scratch".into())));
     assert!(matches!(line("--version"), Ok(Command::Text(text)) if text.contains("castor")));
     assert!(matches!(line("--help"), Ok(Command::Text(text)) if text.lines().count() < 24));
     assert!(
@@ -111,6 +113,7 @@ fn mistakes_are_one_sentence_with_what_was_meant() {
     refused("train --lr", "--lr");
     refused("train --config nowhere.toml", "nowhere.toml: cannot be read");
     refused("train --config a.json --model_config b.json", "both name");
+    refused("doctor --backend tpu", "--backend");
     refused("plan --ranks 0", "--ranks is 0");
     refused("parity --model m", "--batch");
     refused("parity --model m --batch b --tolerance -1", "--tolerance is -1");

@@ -1,0 +1,295 @@
+//! `castor doctor --bench`: how much this machine does per second, measured through the [`Backend`] trait alone.
+//!
+//! Measures what [`crate::estimate`] reckons with: a matrix product, device memory, the link in each direction and in
+//! both at once, and the disk. It knows no backend; what it finds is kept by [`crate::rates`].
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use castor_kernels::ops::Linear;
+use castor_kernels::{Backend, DType, Span, Stream, Tier, View, rng};
+use castor_runtime::Bytes;
+
+use crate::error::Result;
+use crate::rates::{Measured, MeasuredRate, Rate, RateCache};
+use crate::rendezvous::World;
+use crate::session;
+use crate::settings::Settings;
+
+/// Most runs of which the median is taken.
+const RUNS: usize = 9;
+
+/// After this long no further run of a rate is begun.
+const LIMIT: Duration = Duration::from_millis(500);
+
+/// Bytes of one copy to or from the disk.
+const DISK_COPY_BYTES: u64 = 8 << 20;
+
+/// Operands of a product begin at multiples of this.
+const ALIGNMENT: u64 = 256;
+
+/// How much is moved and multiplied.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Size {
+    /// Bytes of a copy: whole blocks of the disk tier.
+    pub copy_bytes: u64,
+    /// The matrix product.
+    pub product: Linear,
+    /// Type of its elements.
+    pub dtype: DType,
+}
+
+impl Size {
+    /// Large enough that the start of a copy or kernel does not show, and no larger. The product is a 7B model's widest.
+    pub fn of(backend: &dyn Backend) -> Size {
+        match backend.device().backend {
+            "cuda" => Size {
+                copy_bytes: 256 << 20,
+                product: Linear { tokens: 8192, inputs: 4096, outputs: 22016 },
+                dtype: if backend.computes_in(DType::Bf16) { DType::Bf16 } else { DType::F16 },
+            },
+            _ => Size {
+                copy_bytes: 32 << 20,
+                product: Linear { tokens: 256, inputs: 1024, outputs: 2048 },
+                dtype: DType::F32,
+            },
+        }
+    }
+}
+
+/// What was found.
+pub struct Found {
+    /// Rates of the device and its link.
+    pub device: Measured,
+    /// Rates of the disk, if one was named.
+    pub disk: Option<Measured>,
+}
+
+/// Measures and prints the rates of the machine that `settings` name (backend, NVMe folder), and keeps them for plans.
+///
+/// # Errors
+/// Bad input; what the hardware or the cache's folder refuses.
+pub fn main(settings: &Settings) -> Result<()> {
+    let nvme = settings.memory.nvme.as_deref();
+    nvme.map(session::disk_room).transpose()?;
+    let (backend, notices) = session::backend(settings, &World::alone(), true)?;
+    for notice in &notices {
+        eprintln!("castor: {notice}");
+    }
+    let found = measure(&*backend, &Size::of(&*backend), nvme)?;
+    let path = RateCache::path();
+    let mut cache = path.as_deref().map(RateCache::read).unwrap_or_default();
+    let disk = nvme.map(RateCache::disk_place).zip(found.disk);
+    for (place, measured) in [(backend.device().name, found.device)].into_iter().chain(disk) {
+        print!("{}", measured.render(&place));
+        cache.keep(place, measured);
+    }
+    match path {
+        Some(path) => {
+            cache.write(&path)?;
+            println!("Kept for plans and runs in {}", path.display());
+        }
+        None => eprintln!("castor: not kept for plans: neither XDG_CACHE_HOME nor HOME is an absolute path"),
+    }
+    Ok(())
+}
+
+/// Measures on a backend of which nothing is reserved yet. `nvme`: the folder of the disk to measure.
+///
+/// # Errors
+/// If a tier cannot give the bytes, or work fails.
+pub fn measure(backend: &dyn Backend, size: &Size, nvme: Option<&Path>) -> castor_kernels::Result<Found> {
+    let bench = Bench::new(backend, size, nvme)?;
+    let mut device = BTreeMap::new();
+    let how = format!("{} at once", Bytes(size.copy_bytes));
+    let mut keep = |rate, amount: f64, seconds: f64, how: &str| {
+        device.insert(rate, MeasuredRate { value: amount / seconds, how: how.into() });
+    };
+    let (product, bytes) = (&size.product, size.copy_bytes as f64);
+    let flop = 2.0 * (product.tokens * product.inputs * product.outputs) as f64;
+    let shape = format!("{:?}, {}×{} by {}", size.dtype, product.tokens, product.inputs, product.outputs);
+    let [seconds] = bench.median([Stream::Compute], || {
+        backend.linear(bench.x, bench.w, None, None, bench.y, size.product);
+        Ok(())
+    })?;
+    keep(Rate::Products, flop, seconds, &shape.to_lowercase());
+    let [seconds] =
+        bench.median([Stream::Compute], || backend.copy(Stream::Compute, bench.device[0], bench.device[1]))?;
+    keep(Rate::DeviceMemory, 2.0 * bytes, seconds, &how);
+    let up = || backend.copy(Stream::HostToDevice, bench.host[0], bench.device[0]);
+    let down = || backend.copy(Stream::DeviceToHost, bench.device[1], bench.host[1]);
+    let [seconds] = bench.median([Stream::HostToDevice], up)?;
+    keep(Rate::HostToDeviceAlone, bytes, seconds, &how);
+    let [seconds] = bench.median([Stream::DeviceToHost], down)?;
+    keep(Rate::DeviceToHostAlone, bytes, seconds, &how);
+    let [up_s, down_s] = bench.median([Stream::HostToDevice, Stream::DeviceToHost], || up().and_then(|()| down()))?;
+    keep(Rate::HostToDevice, bytes, up_s, &how);
+    keep(Rate::DeviceToHost, bytes, down_s, &how);
+    let disk = nvme.map(|_| bench.disk()).transpose()?.map(Measured::now);
+    Ok(Found { device: Measured::now(device), disk })
+}
+
+/// A backend with memory to measure in.
+struct Bench<'a> {
+    backend: &'a dyn Backend,
+    copy_bytes: u64,
+    x: View,
+    w: View,
+    y: View,
+    /// What a copy reads or writes.
+    device: [Span; 2],
+    host: [Span; 2],
+}
+
+impl<'a> Bench<'a> {
+    fn new(backend: &'a dyn Backend, size: &Size, nvme: Option<&Path>) -> castor_kernels::Result<Self> {
+        let mut top = 0;
+        let mut device = |bytes: u64| {
+            let span = Span::new(Tier::Device, top, bytes);
+            top = span.end().next_multiple_of(ALIGNMENT);
+            span
+        };
+        let workspace = device(backend.workspace_bytes());
+        let Linear { tokens, inputs, outputs } = size.product;
+        let [x, w, y] = [tokens * inputs, outputs * inputs, tokens * outputs]
+            .map(|elements| device(size.dtype.bytes(elements)).view(size.dtype));
+        let copies = [device(size.copy_bytes), device(size.copy_bytes)];
+        backend.reserve(Tier::Device, top, None)?;
+        backend.reserve(Tier::Host, 2 * size.copy_bytes, None)?;
+        if nvme.is_some() {
+            backend.reserve(Tier::Nvme, size.copy_bytes, nvme)?;
+        }
+        backend.set_workspace(workspace);
+        let host = [0, size.copy_bytes].map(|offset| Span::new(Tier::Host, offset, size.copy_bytes));
+        let bench = Bench { backend, copy_bytes: size.copy_bytes, x, w, y, device: copies, host };
+        // Products of zeros and writes of zeros are faster than real ones.
+        for view in [x, w] {
+            bench.fill(view)?;
+        }
+        for span in bench.host.into_iter().chain(copies) {
+            bench.fill(span.view(size.dtype))?;
+        }
+        Ok(bench)
+    }
+
+    /// Writes random numbers, the same ones over and over.
+    fn fill(&self, view: View) -> castor_kernels::Result<()> {
+        const ELEMENTS: u64 = 1 << 18;
+        let values = (0..ELEMENTS.min(view.elements())).map(|element| rng::normal(0, element));
+        let pattern: Vec<u8> = match view.dtype {
+            DType::F32 => values.flat_map(f32::to_le_bytes).collect(),
+            DType::F16 => values.flat_map(|value| half::f16::from_f32(value).to_le_bytes()).collect(),
+            _ => values.flat_map(|value| half::bf16::from_f32(value).to_le_bytes()).collect(),
+        };
+        let mut done = 0;
+        while done < view.span.bytes {
+            let bytes = (view.span.bytes - done).min(pattern.len() as u64);
+            self.backend.upload(view.span.part(done, bytes), &pattern[..bytes as usize])?;
+            done += bytes;
+        }
+        Ok(())
+    }
+
+    fn disk(&self) -> castor_kernels::Result<BTreeMap<Rate, MeasuredRate>> {
+        let parts = || {
+            let file = Span::new(Tier::Nvme, 0, self.copy_bytes);
+            (0..self.copy_bytes).step_by(DISK_COPY_BYTES as usize).map(move |offset| {
+                let bytes = DISK_COPY_BYTES.min(self.copy_bytes - offset);
+                (self.host[0].part(offset, bytes), file.part(offset, bytes))
+            })
+        };
+        let [write_s] = self.median([Stream::NvmeWrite], || {
+            parts().try_for_each(|(host, file)| self.backend.copy(Stream::NvmeWrite, host, file))
+        })?;
+        let [read_s] = self.median([Stream::NvmeRead], || {
+            parts().try_for_each(|(host, file)| self.backend.copy(Stream::NvmeRead, file, host))
+        })?;
+        let how = format!("{} in parts of {}", Bytes(self.copy_bytes), Bytes(DISK_COPY_BYTES.min(self.copy_bytes)));
+        let measured = |seconds: f64| MeasuredRate { value: self.copy_bytes as f64 / seconds, how: how.clone() };
+        Ok(BTreeMap::from([(Rate::NvmeRead, measured(read_s)), (Rate::NvmeWrite, measured(write_s))]))
+    }
+
+    /// Median seconds for which each of `streams` is busy with what `issue` puts on it.
+    fn median<const N: usize>(
+        &self,
+        streams: [Stream; N],
+        issue: impl Fn() -> castor_kernels::Result<()>,
+    ) -> castor_kernels::Result<[f64; N]> {
+        let begun = Instant::now();
+        let mut runs = vec![self.time(streams, &issue)?];
+        while runs.len() <= RUNS && begun.elapsed() < LIMIT {
+            runs.push(self.time(streams, &issue)?);
+        }
+        // The first run warms up; it counts only if it took so long that there is no other.
+        let warm = &runs[usize::from(runs.len() > 1)..];
+        Ok(std::array::from_fn(|stream| {
+            let mut seconds: Vec<f64> = warm.iter().map(|run| run[stream]).collect();
+            seconds.sort_by(f64::total_cmp);
+            seconds[seconds.len() / 2]
+        }))
+    }
+
+    /// Seconds by the device's clock, where the backend keeps it for the stream, else by that of the caller, who waits.
+    fn time<const N: usize>(
+        &self,
+        streams: [Stream; N],
+        issue: impl Fn() -> castor_kernels::Result<()>,
+    ) -> castor_kernels::Result<[f64; N]> {
+        let backend = self.backend;
+        let begun = Instant::now();
+        let from = streams.map(|stream| backend.mark(stream));
+        issue()?;
+        let to = streams.map(|stream| backend.mark(stream));
+        let mut seconds = [0.0; N];
+        for (seconds, (from, to)) in seconds.iter_mut().zip(from.into_iter().zip(to)) {
+            backend.join(to)?;
+            let waited = begun.elapsed();
+            let busy = backend.elapsed_ns(from, to).map_or(waited, Duration::from_nanos);
+            // A clock may be too coarse for what takes no time; a rate is a number all the same.
+            *seconds = busy.max(Duration::from_nanos(1)).as_secs_f64();
+        }
+        Ok(seconds)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use castor_kernels::cpu::{Cpu, CpuOptions};
+
+    #[test]
+    fn emulated_links_are_found_as_they_are() {
+        const UP: f64 = 50e6;
+        const DOWN: f64 = 25e6;
+        let cpu = Cpu::new(CpuOptions {
+            host_to_device_bytes_per_s: Some(UP),
+            device_to_host_bytes_per_s: Some(DOWN),
+            nvme_read_bytes_per_s: Some(UP),
+            nvme_write_bytes_per_s: Some(DOWN),
+            ..CpuOptions::default()
+        })
+        .unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let product = Linear { tokens: 32, inputs: 64, outputs: 48 };
+        let size = Size { copy_bytes: 2 << 20, product, dtype: DType::F32 };
+        let found = measure(&cpu, &size, Some(folder.path())).unwrap();
+        let disk = found.disk.unwrap().rates;
+        let all: BTreeMap<Rate, MeasuredRate> = found.device.rates.into_iter().chain(disk).collect();
+        assert_eq!(all.len(), 8, "{all:?}");
+        assert!(all.values().all(|rate| rate.value.is_finite() && rate.value > 0.0), "{all:?}");
+        // A paced engine sleeps: never faster than its rate but for the lateness that it makes up for, and a busy machine
+        // may wake it late. A mistake of direction, unit or size is further off than these bounds.
+        for (rate, emulated) in [
+            (Rate::HostToDeviceAlone, UP),
+            (Rate::DeviceToHostAlone, DOWN),
+            (Rate::HostToDevice, UP),
+            (Rate::DeviceToHost, DOWN),
+            (Rate::NvmeRead, UP),
+            (Rate::NvmeWrite, DOWN),
+        ] {
+            let value = all[&rate].value;
+            assert!(value < 1.5 * emulated && value > 0.1 * emulated, "{rate:?}: {value} for {emulated}");
+        }
+    }
+}
