@@ -219,7 +219,8 @@ fn bytes_per_link_of_many_steps() {
 fn the_peak_is_what_the_device_gives() {
     use castor_kernels::Backend;
     use castor_kernels::cpu::{Cpu, CpuOptions};
-    use castor_trainer::engine::{Blueprint, Engine};
+    use castor_trainer::blueprint::Blueprint;
+    use castor_trainer::engine::Engine;
     use std::sync::Arc;
 
     let mut setup = setup(1, DType::F32, ADAMW, false);

@@ -4,8 +4,8 @@ use castor_kernels::DType;
 use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_tests::engines::{ADAMW, options};
 use castor_trainer::activations::Keep;
+use castor_trainer::blueprint::{Blueprint, Options};
 use castor_trainer::config::ModelConfig;
-use castor_trainer::engine::{Blueprint, Options};
 use std::path::Path;
 
 #[test]

@@ -6,7 +6,7 @@
 //! forward. It is no measurement: the run's own figures are in its report.
 
 use crate::activations::Keep;
-use crate::engine::Options;
+use crate::blueprint::Options;
 use crate::rates::Rates;
 use castor_kernels::Tier;
 use castor_runtime::layout::Layout;

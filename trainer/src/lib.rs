@@ -1,12 +1,13 @@
 //! The ZeRO-3 Llama trainer, its launcher and its memory report.
 //!
 //! What to compute: [`config`] and [`settings`] say what is wanted, [`model`] and the step write it out,
-//! [`engine`] puts it on a plan, [`data`] and [`weights`] feed it, [`checkpoint`] keeps it, [`launcher`] and
-//! [`rendezvous`] make ranks of it, [`report`] says what happened.
+//! [`blueprint`] plans it, [`engine`] runs the plan, [`data`] and [`weights`] feed it, [`checkpoint`] keeps it,
+//! [`launcher`] and [`rendezvous`] make ranks of it, [`report`] says what happened.
 #![forbid(unsafe_code)]
 
 pub mod account;
 pub mod activations;
+pub mod blueprint;
 pub mod checkpoint;
 pub mod cli;
 pub mod config;

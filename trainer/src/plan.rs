@@ -1,7 +1,7 @@
 //! `castor plan`: what would be where, what would move, whether it fits. Nothing is allocated.
 
 use crate::account;
-use crate::engine::Blueprint;
+use crate::blueprint::Blueprint;
 use crate::error::Result;
 use crate::estimate::Estimate;
 use crate::rates::Rates;

@@ -4,8 +4,9 @@
 //! the settings or the machine have not decided, except what `auto` asks it to.
 
 use crate::activations::{Keep, LOGITS_BYTES};
+use crate::blueprint::{self, Blueprint, Options};
 use crate::config::ModelConfig;
-use crate::engine::{self, Blueprint, Engine, Options};
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::estimate::{self, Estimate};
 use crate::loss_scale::Dynamic;
@@ -230,7 +231,7 @@ pub fn options(
         sequence,
         micro_batches: micros,
         round: micros,
-        formats: engine::formats(parameter, gradient, moments),
+        formats: blueprint::formats(parameter, gradient, moments),
         sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
         fused_attention: settings.memory.flash_attention,
@@ -404,5 +405,32 @@ pub fn parity(
             Err(Error::Failed(format!("{name} is off by {error:.2e}, more than --tolerance {tolerance:.0e}")))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use castor_kernels::Collectives;
+
+    #[test]
+    fn all_ranks_reckon_with_the_same_rates() {
+        let links = Link::in_process(3, LinkOptions::default()).unwrap();
+        let rates = |rank: u32| Rates { products: 1e9 / 3.0 + f64::from(rank), ..Rates::assumed("cpu") };
+        let all: Vec<Rates> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = links
+                .into_iter()
+                .map(|link| {
+                    scope.spawn(move || {
+                        let cpu = Cpu::new(CpuOptions { link: Some(link), ..CpuOptions::default() }).unwrap();
+                        agreed(&cpu, rates(cpu.rank())).unwrap()
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert!(all.iter().all(|rates| *rates == all[0]), "{all:?}");
+        // Text does not keep the last bit.
+        assert!((all[0].products - rates(0).products).abs() < 0.5, "{all:?}");
     }
 }

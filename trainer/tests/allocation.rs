@@ -11,7 +11,8 @@ use castor_kernels::{
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy};
 use castor_trainer::{
     activations::Keep,
-    engine::{Blueprint, Engine, StepInputs, formats},
+    blueprint::{Blueprint, formats},
+    engine::{Engine, StepInputs},
     parity::Batch,
 };
 use std::{

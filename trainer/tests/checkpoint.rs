@@ -16,10 +16,11 @@ use castor_runtime::{
 };
 use castor_trainer::{
     activations::Keep,
+    blueprint::{Blueprint, Options, formats},
     checkpoint::{self, Checkpoint, Data, Facts},
     config::ModelConfig,
     data::Order,
-    engine::{Blueprint, Engine, Options, StepInputs, formats},
+    engine::{Engine, StepInputs},
     inputs::MicroBatch,
     loss_scale::Dynamic,
     optimizer::Optimizer,

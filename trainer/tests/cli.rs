@@ -37,6 +37,8 @@ impl Folder {
         let mut command = Command::new(env!("CARGO_BIN_EXE_castor"));
         command.args(words.split_whitespace()).current_dir(self.0.path());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // The rates that a user has measured are no part of a test.
+        command.env("XDG_CACHE_HOME", self.path("cache"));
         for (name, _) in std::env::vars() {
             let of_a_world = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
             if of_a_world.contains(&name.as_str()) || name.starts_with("SLURM_") || name.starts_with("OMPI_") {
@@ -316,6 +318,27 @@ fn odd_checkpoints() {
         assert!(out.contains("loss"), "{case}: {out}");
         assert!(err.contains(notice), "{case}: {err}");
     }
+}
+
+/// What the doctor measures is what plans say they reckon with.
+#[test]
+fn a_bench_and_the_plan_after_it() {
+    let folder = Folder::new();
+    let plan = "plan --config model.json --max_length 16 --backend cpu --nvme .";
+    let (before, _) = folder.accepts(plan);
+    assert!(before.contains("rates         assumed; `castor doctor --bench` measures them"), "{before}");
+    folder.accepts("doctor");
+    assert!(!folder.path("cache").exists(), "nobody asked to measure");
+    let (said, _) = folder.accepts("doctor --bench --backend cpu --nvme .");
+    for rate in ["matrix products", "device memory", "host to device, both ways", "disk to host", "host to disk"] {
+        assert!(said.contains(rate), "{rate} in {said}");
+    }
+    let (after, _) = folder.accepts(plan);
+    let line = after.lines().find(|line| line.starts_with("  rates")).unwrap();
+    assert!(line.contains("measured on 20") && !line.contains("assumed"), "{line}");
+    assert!(after.lines().any(|line| line.starts_with("  estimated") && line.contains("bounded by")), "{after}");
+    folder.refuses("doctor --bench --nvme nowhere", 2, &["--nvme nowhere", "folder"]);
+    folder.refuses("doctor --bench --backend cpuu", 2, &["--backend is cpuu", "auto, cuda, cpu"]);
 }
 
 /// What a run says and leaves behind.

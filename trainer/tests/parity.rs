@@ -8,7 +8,7 @@ mod support;
 use castor_kernels::DType;
 use castor_trainer::{
     activations::Keep,
-    engine::{Options, formats},
+    blueprint::{Options, formats},
     parity::{self, Batch},
 };
 use std::path::Path;

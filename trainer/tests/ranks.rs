@@ -10,7 +10,8 @@ use castor_runtime::{
     policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy},
 };
 use castor_trainer::{
-    engine::{Options, StepInputs, StepResult, formats},
+    blueprint::{Options, formats},
+    engine::{StepInputs, StepResult},
     inputs::MicroBatch,
     optimizer::Optimizer,
     parity::Batch,

@@ -10,7 +10,8 @@ use castor_runtime::{
 };
 use castor_trainer::{
     activations::Keep,
-    engine::{Engine, EstimateLabels, Options, Outcome, StepInputs, StepResult, formats},
+    blueprint::{Options, formats},
+    engine::{Engine, EstimateLabels, Outcome, StepInputs, StepResult},
     inputs::MicroBatch,
     loss_scale::Dynamic,
     lr::{Convention, Decay, Schedule},

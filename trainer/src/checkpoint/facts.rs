@@ -1,7 +1,7 @@
 //! What a run is: what must be the same for another to go on from its checkpoint, and what may be different.
 
+use crate::blueprint::Options;
 use crate::data::Order;
-use crate::engine::Options;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};

@@ -13,8 +13,9 @@ use castor_runtime::{
 };
 use castor_trainer::{
     activations::Keep,
+    blueprint::{Blueprint, Options, formats},
     config::ModelConfig,
-    engine::{Blueprint, Engine, Options, formats},
+    engine::Engine,
     lr::{Convention, Decay, Schedule},
     optimizer::Optimizer,
     weights::HfFolder,

@@ -1,0 +1,238 @@
+//! The control plane of a run: what it computes with, how much fixed memory that takes, and the rehearsal from which the
+//! runtime plans.
+//!
+//! A [`Blueprint`] allocates nothing and computes nothing; [`crate::engine::Engine`] does, on its plan.
+
+use crate::{
+    activations::{Activations, Keep, Request},
+    config::ModelConfig,
+    inputs::{self, Inputs},
+    loss_scale::Dynamic,
+    lr::Schedule,
+    model::{
+        AttentionKind, Shape,
+        groups::{self, Groups},
+    },
+    optimizer::Optimizer,
+    step::{Due, Model, Step},
+};
+use castor_kernels::{
+    Backend, DType, Tier,
+    dry::{Dry, DryProfile},
+    ops::Classify,
+};
+use castor_runtime::{
+    Category, Pass, StatefulTensorMgr,
+    layout::{Formats, Layout, Sharding},
+    plan::{Budgets, Fixed, Plan},
+    policy::PlacementPolicy,
+};
+use std::sync::Arc;
+
+/// What a run computes with.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The model.
+    pub config: ModelConfig,
+    /// B: most rows of a micro-batch on one rank.
+    pub batch: u64,
+    /// S
+    pub sequence: u64,
+    /// Most micro-batches of a step.
+    pub micro_batches: u64,
+    /// Micro-batches that go through the model together, at most [`Options::micro_batches`].
+    pub round: u64,
+    /// Element types; the parameter's is the compute type.
+    pub formats: Formats,
+    /// What is split over the ranks.
+    pub sharding: Sharding,
+    /// What each block keeps for its backward.
+    pub keep: Vec<Keep>,
+    /// Whether attention is fused.
+    pub fused_attention: bool,
+    /// Whether attention's backward gives the same bits every time.
+    pub deterministic: bool,
+    /// Bytes of logits that may exist at once; see [`crate::activations::LOGITS_BYTES`].
+    pub logits_bytes: u64,
+    /// The optimizer, or none for forward and backward alone.
+    pub optimizer: Option<Optimizer>,
+    /// Gradients are scaled down to this norm; 0: never.
+    pub max_norm: f32,
+    /// Learning rates.
+    pub schedule: Schedule,
+    /// Dynamic loss scale (fp16), or none.
+    pub loss_scale: Option<Dynamic>,
+    /// Seed of stochastic rounding and label sampling.
+    pub seed: u64,
+    /// Whether the run evaluates.
+    pub evaluates: bool,
+}
+
+/// Element types of the usual precisions.
+///
+/// `moments` is the type of both moments (f32, bf16 or Q8). bf16 weights keep a 16-bit remainder as master,
+/// f16 weights an f32 master, f32 weights none.
+pub const fn formats(parameter: DType, gradient: DType, moments: DType) -> Formats {
+    let master = match parameter {
+        DType::Bf16 => Some(DType::Rem16),
+        DType::F16 => Some(DType::F32),
+        _ => None,
+    };
+    Formats { parameter, gradient, master, first: moments, second: moments }
+}
+
+/// What a run computes with, laid out; nothing is allocated.
+#[derive(Clone, Debug)]
+pub struct Blueprint {
+    options: Options,
+    pub(crate) model: Model,
+    layout: Layout,
+    inputs: inputs::Layout,
+}
+
+impl Blueprint {
+    /// Lays out a run of `backend.world()` ranks. `backend` is the one that will run it: its operators say how much
+    /// scratch they want.
+    pub fn new(options: Options, backend: &dyn Backend) -> Self {
+        Blueprint::for_world(options, backend, backend.world())
+    }
+
+    /// As [`Blueprint::new`], for a run of `world` ranks like this one.
+    pub fn for_world(options: Options, backend: &dyn Backend, world: u32) -> Self {
+        let shape = Shape::from(&options.config);
+        let world = u64::from(world);
+        let groups = Groups::new(&shape);
+        let activations = Activations::new(
+            Request {
+                shape,
+                attention: AttentionKind {
+                    sequence: options.sequence,
+                    fused: options.fused_attention,
+                    deterministic: options.deterministic,
+                },
+                batch: options.batch,
+                micro_batches: options.round,
+                dtype: options.formats.parameter,
+                keep: options.keep.clone(),
+                logits_bytes: options.logits_bytes,
+            },
+            backend,
+        );
+        let layout = Layout::new(groups::specs(&shape), options.formats, options.sharding, world);
+        let inputs =
+            inputs::Layout::new(&shape, options.sequence, options.batch, options.micro_batches, groups.count(), world);
+        Blueprint { options, model: Model { shape, groups, activations }, layout, inputs }
+    }
+
+    /// What the run computes with.
+    pub const fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Layout of the model's data.
+    pub const fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Layout of the activations.
+    pub const fn activations(&self) -> &Activations {
+        &self.model.activations
+    }
+
+    /// Groups and names of the model's tensors.
+    pub const fn groups(&self) -> &Groups {
+        &self.model.groups
+    }
+
+    /// Fixed memory beside the model's data.
+    pub fn fixed(&self) -> Fixed {
+        Fixed {
+            device: vec![
+                (Category::Activations, self.model.activations.bytes()),
+                (Category::Inputs, self.inputs.device_bytes()),
+            ],
+            host: vec![(Category::Inputs, self.inputs.host_bytes())],
+        }
+    }
+
+    /// The passes that the run has.
+    pub fn passes(&self) -> Vec<Pass> {
+        let optimizer = self.options.optimizer;
+        let has = |pass: &Pass| match pass {
+            Pass::Train => true,
+            Pass::Update => optimizer.is_some(),
+            Pass::Hessian => optimizer.is_some_and(|optimizer| optimizer.estimates()),
+            Pass::Evaluate => self.options.evaluates,
+        };
+        Pass::ALL.into_iter().filter(has).collect()
+    }
+
+    /// Goes through one pass, with `mgr` on a backend that only counts.
+    ///
+    /// # Errors
+    /// If the manager finds no room.
+    pub fn rehearse(&self, mgr: &mut StatefulTensorMgr, pass: Pass) -> castor_runtime::Result<()> {
+        let mut inputs = self.inputs_in(mgr);
+        let gradient = Classify::Gradient { scale: 1.0 };
+        let due = self.options.optimizer.map(|optimizer| Due { update: optimizer.update(0.0, 0), seed: 0 });
+        inputs.pretend(match pass {
+            Pass::Train => self.options.micro_batches,
+            Pass::Evaluate => self.options.round,
+            Pass::Hessian | Pass::Update => 1,
+        });
+        let mut step = Step::begin(mgr, &self.model, &inputs, pass);
+        match pass {
+            Pass::Train => {
+                step.rounds(self.options.round, due.as_ref(), || Ok::<_, castor_runtime::Error>(gradient))?;
+                step.norm(self.options.max_norm, 1.0, inputs.control())?;
+            }
+            Pass::Hessian => {
+                step.forward(None)?;
+                step.backward(gradient)?;
+                step.norm(0.0, 1.0, inputs.hessian_control())?;
+                step.hessian(0.0, 1.0, 1.0)?;
+            }
+            Pass::Evaluate => step.evaluate(&mut |_, _, _| Ok(()))?,
+            Pass::Update => {
+                if let Some(due) = &due {
+                    step.update(due)?;
+                }
+            }
+        }
+        step.end()
+    }
+
+    /// Plans the run on `backend` under `budgets`, by rehearsing it on a backend that only counts.
+    ///
+    /// # Errors
+    /// [`castor_runtime::Error::OutOfRoom`] if it does not fit.
+    pub fn plan(
+        &self,
+        backend: &dyn Backend,
+        policy: &dyn PlacementPolicy,
+        budgets: Budgets,
+        lookahead_bytes: Option<u64>,
+    ) -> castor_runtime::Result<Plan> {
+        let device = backend.device();
+        let profile = DryProfile { workspace_bytes: backend.workspace_bytes(), ..DryProfile::default() };
+        let world = self.layout.world as u32;
+        let rank = backend.rank().min(world - 1);
+        let dry = || -> Arc<dyn Backend> { Arc::new(Dry::new(world, rank, profile.clone())) };
+        Plan::make(
+            &self.layout,
+            self.fixed(),
+            policy,
+            budgets,
+            lookahead_bytes,
+            device.overhead_bytes,
+            &dry,
+            &self.passes(),
+            &|manager, pass| self.rehearse(manager, pass),
+        )
+    }
+
+    /// The inputs' places in a manager's fixed memory.
+    pub(crate) fn inputs_in(&self, mgr: &StatefulTensorMgr) -> Inputs {
+        Inputs::new(self.inputs, mgr.fixed(Tier::Device, Category::Inputs), mgr.fixed(Tier::Host, Category::Inputs))
+    }
+}
