@@ -216,15 +216,15 @@ impl<'a> Bench<'a> {
         streams: [Stream; N],
         issue: impl Fn() -> castor_kernels::Result<()>,
     ) -> castor_kernels::Result<[f64; N]> {
+        // The first run warms up: it may compile kernels, choose algorithms, touch pages.
+        self.time(streams, &issue)?;
         let begun = Instant::now();
-        let mut runs = vec![self.time(streams, &issue)?];
-        while runs.len() <= RUNS && begun.elapsed() < LIMIT {
+        let mut runs = Vec::new();
+        while runs.is_empty() || (runs.len() < RUNS && begun.elapsed() < LIMIT) {
             runs.push(self.time(streams, &issue)?);
         }
-        // The first run warms up; it counts only if it took so long that there is no other.
-        let warm = &runs[usize::from(runs.len() > 1)..];
         Ok(std::array::from_fn(|stream| {
-            let mut seconds: Vec<f64> = warm.iter().map(|run| run[stream]).collect();
+            let mut seconds: Vec<f64> = runs.iter().map(|run| run[stream]).collect();
             seconds.sort_by(f64::total_cmp);
             seconds[seconds.len() / 2]
         }))
