@@ -3,8 +3,7 @@
 # Usage: first.sh CASTOR_BINARY DEVICE_TESTS RATES SHARED_CASES; logs go to $OUT.
 set -u
 castor=$1 tests=$2 rates=$3 shared=$4 out=${OUT:-/tmp/out}
-summary=$out/summary.txt
-say() { echo "$*" | tee -a "$summary"; }
+. "$(dirname "$0")/common.sh"
 
 say "== doctor"; "$castor" doctor >"$out/doctor.txt" 2>&1; grep -i -E "cuda|cudnn|nccl|cublas|nvrtc" "$out/doctor.txt" | cut -c1-160 | tee -a "$summary"
 say "== device tests"; timeout 150 "$tests" >"$out/device_tests.txt" 2>&1; grep -E "FAILED|passed|skipped" "$out/device_tests.txt" | tee -a "$summary"
@@ -21,26 +20,9 @@ for case in mha gqa_tied llama3_rope; do
 done
 cat "$out"/parity_*.txt >"$out/parity.txt"; rm -f "$out"/parity_*_*.txt
 
-python3 - <<'P'
-import struct, random, array
-random.seed(1)
-n = 4_000_000
-ids = array.array('H', random.choices(range(32000), k=n))
-with open('/tmp/random.bin', 'wb') as f:
-    f.write(struct.pack('<256i', 20240520, 1, n, *([0] * 253)))
-    ids.tofile(f)
-P
-train() { # name, then flags
-  local name=$1; shift
-  timeout "${LIMIT:-100}" "$castor" train --backend cuda --data /tmp/random.bin --eval_fraction 0 --max_length 2048 --max_steps 10 \
-    --lr 1e-4 --logging_steps 1 --gradient_dtype bf16 --no_save_model --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
-  local code=$?
-  say "train $name: exit $code · $(grep -E '^step 10/' "$out/train_$name.txt" | tail -n 1 | cut -c1-170)"
-  grep -E "error|panicked|Max CUDA" "$out/train_$name.txt" | cut -c1-300 | tee -a "$summary"
-  cat "$out/train_$name.txt" >>"$out/train.txt"; rm -f "$out/train_$name.txt"
-}
+random_tokens
 say "== train"
-train article_fp16 --config configs/article-4block.json --mixed_precision fp16 --batch_size 8 --recompute selective
-train 1b3_bf16 --config configs/castor-1.3b.json --mixed_precision bf16 --batch_size 8 --recompute selective
-train 7b_bf16 --config configs/llama2-7b.json --mixed_precision bf16 --batch_size 8 --plugin gemini_cuda
+train article_fp16 --backend cuda --max_steps 10 --config configs/article-4block.json --mixed_precision fp16 --batch_size 8 --recompute selective
+train 1b3_bf16 --backend cuda --max_steps 10 --config configs/castor-1.3b.json --mixed_precision bf16 --batch_size 8 --recompute selective
+train 7b_bf16 --backend cuda --max_steps 10 --config configs/llama2-7b.json --mixed_precision bf16 --batch_size 8 --plugin gemini_cuda
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader | tee -a "$summary"

@@ -311,10 +311,11 @@ pub fn plan(
 }
 
 /// Numbers of micro-batches that may go through the model together: all of a step's, or fewer, which take less
-/// activation memory. A gradient that is split over ranks is summed over them once, so all go together.
+/// activation memory. A gradient that is split over ranks is summed over them once, and a tied table's gradient is
+/// summed over the head's part and then the embedding's, which rounds would interleave (L6): there all go together.
 fn rounds(options: &Options, world: u32) -> Vec<u64> {
     let all = options.micro_batches;
-    if world > 1 && options.sharding.gradients {
+    if options.config.tie_word_embeddings || (world > 1 && options.sharding.gradients) {
         return vec![all];
     }
     let mut rounds: Vec<u64> = [all, all.div_ceil(2), all.div_ceil(4), 1].into();

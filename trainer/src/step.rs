@@ -8,7 +8,7 @@
 //! layer-major: at each tick a block's weights are acquired once and used for all micro-batches of the round. One
 //! round: weights cross the link once per direction and a gradient is final when its tick ends, and a step's
 //! block inputs exist at once. A round per micro-batch: activations of one micro-batch only. The sums are taken in
-//! the same order either way. The square
+//! the same order either way, but for a tied table's gradient, whose two parts the rounds interleave. The square
 //! sum of a gradient is taken one tick after it was produced, while its reduction has had that tick to finish.
 //! This module decides order and nothing else: which bytes to move for it is the manager's business, what is
 //! computed is the model's.

@@ -101,6 +101,7 @@ impl Scene {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
+        signals_as_usual();
         let mut command = Command::new(&self.castor);
         command.arg("run").args(arguments).current_dir(self.folder.path());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -171,6 +172,26 @@ impl Ended {
 }
 
 #[track_caller]
+/// A runner may have started these tests with signals ignored (in the background, say), and the launcher would
+/// inherit that. A signal that is caught here is at its default there.
+fn signals_as_usual() {
+    static DONE: std::sync::Once = std::sync::Once::new();
+    DONE.call_once(|| {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+        let ignored = u64::from_str_radix(mask.trim(), 16).unwrap();
+        for signal in [Signal::INT, Signal::TERM, Signal::HUP, Signal::USR1] {
+            if ignored >> (signal.as_raw() - 1) & 1 == 1 {
+                signal_hook::flag::register(
+                    signal.as_raw(),
+                    std::sync::Arc::<std::sync::atomic::AtomicBool>::default(),
+                )
+                .unwrap();
+            }
+        }
+    });
+}
+
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + LIMIT;
     while !holds() {

@@ -4,7 +4,7 @@
 //!
 //! | file | holds |
 //! |---|---|
-//! | `rank-R.bin` | rank R's part of every chunk but the gradients, as it is stored ([`rank_file`]) |
+//! | `rank-R.bin` | rank R's part of every chunk but the gradients, as it is stored (`rank_file.rs`) |
 //! | `config.json` | the model's shape, as Hugging Face writes it |
 //! | `manifest.json` | progress, what must match, length and checksum of every file: written last |
 //!
