@@ -57,10 +57,8 @@ impl Settings {
 
 /// A model folder brings its tokenizer, unless another is named.
 fn tokenizer(raw: &Raw) -> String {
-    match raw.values("model").pop() {
-        Some(folder) if raw.is_default("tokenizer") => folder,
-        _ => raw.values("tokenizer").concat(),
-    }
+    let named = raw.values("tokenizer").pop();
+    named.or_else(|| raw.values("model").pop()).unwrap_or_else(|| "bytes".into())
 }
 
 fn data(raw: &Raw) -> Result<DataSpec> {
