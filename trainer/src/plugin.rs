@@ -29,7 +29,7 @@ pub enum Placement {
     HostFirst,
     /// The solver: least step time within the budgets.
     Auto,
-    /// The fractions of `--shard_param_frac`, `--offload_param_frac` and `--offload_optim_frac`, in bytes.
+    /// The fractions of `--offload_param_frac` and `--offload_optim_frac`, in bytes.
     Static,
 }
 

@@ -207,8 +207,6 @@ pub struct MemorySettings {
     pub nvme: Option<PathBuf>,
     /// NVMe budget of this rank.
     pub nvme_capacity: Budget,
-    /// Placement `Static`: share of parameters sharded.
-    pub shard_param_frac: f64,
     /// Placement `Static`: share of parameters on the host.
     pub offload_param_frac: f64,
     /// Placement `Static`: share of optimizer states on the host.
@@ -255,8 +253,6 @@ pub struct OutputSettings {
     pub eval: Every,
     /// Share of rows held out.
     pub eval_fraction: f64,
-    /// Whether every tick's bytes are written.
-    pub profile_memory: bool,
 }
 
 /// What a run continues from.

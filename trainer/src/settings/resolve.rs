@@ -57,10 +57,8 @@ impl Settings {
 
 /// A model folder brings its tokenizer, unless another is named.
 fn tokenizer(raw: &Raw) -> String {
-    match raw.values("model").pop() {
-        Some(folder) if raw.is_default("tokenizer") => folder,
-        _ => raw.values("tokenizer").concat(),
-    }
+    let named = raw.values("tokenizer").pop();
+    named.or_else(|| raw.values("model").pop()).unwrap_or_else(|| "bytes".into())
 }
 
 fn data(raw: &Raw) -> Result<DataSpec> {
@@ -204,6 +202,11 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
             }
         }
     }
+    if fraction("shard_param_frac")? != 1.0 {
+        return Err(
+            raw.refuse("shard_param_frac", "parameters are split whole or not at all: give 1, or --plugin zero2 for 0")
+        );
+    }
     let nvme = path(raw, "nvme");
     if nvme.is_none() && !raw.is_default("nvme_capacity") {
         return Err(raw.refuse("nvme_capacity", "it needs --nvme with the folder to use"));
@@ -214,7 +217,6 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
         host: budget("host_memory")?,
         nvme,
         nvme_capacity: budget("nvme_capacity")?,
-        shard_param_frac: fraction("shard_param_frac")?,
         offload_param_frac: fraction("offload_param_frac")?,
         offload_optim_frac: fraction("offload_optim_frac")?,
         recompute: raw.choice(
@@ -255,7 +257,6 @@ fn output(raw: &Raw) -> Result<OutputSettings> {
         logging: every("logging_steps")?,
         eval: every("eval_steps")?,
         eval_fraction: number(raw, "eval_fraction", "a number from 0 to below 1", |x| (0.0..1.0).contains(&x))?,
-        profile_memory: switch(raw, "profile_memory")?,
     })
 }
 

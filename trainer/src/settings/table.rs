@@ -72,7 +72,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(WHAT, "config", Some('c'), &[], Value, "", "A training TOML (keys are flag names), or a config.json: a model from random weights"),
     flag(WHAT, "model_config", None, &["model_config_path", "config_name"], Value, "", "The model's config.json: random weights"),
     flag(WHAT, "model", None, &["model_name_or_path"], Value, "", "Hugging Face folder with the weights to start from"),
-    flag(WHAT, "tokenizer", None, &["tokenizer_name_or_path", "tokenizer_name"], Value, "bytes", "`bytes`, a tokenizer.json or its folder"),
+    flag(WHAT, "tokenizer", None, &["tokenizer_name_or_path", "tokenizer_name"], Value, "", "`bytes`, a tokenizer.json or its folder [that of --model, else bytes]"),
     flag(WHAT, "data", None, &["train_file"], List, "", "Text, jsonl or token files, folders, globs"),
     flag(WHAT, "max_length", Some('l'), &["model_max_length", "block_size", "sequence_length"], Value, "2048", "Tokens of a row"),
     flag(WHAT, "seed", None, &[], Value, "42", "Seed of weights and row order"),
@@ -119,7 +119,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(MEMORY, "host_memory", None, &[], Value, "auto", "Host budget of this rank"),
     flag(MEMORY, "nvme", None, &["nvme_path"], Value, "", "Folder of the NVMe tier"),
     flag(MEMORY, "nvme_capacity", None, &[], Value, "auto", "NVMe budget of this rank"),
-    flag(MEMORY, "shard_param_frac", None, &[], Value, "1", "Plugin gemini: share of parameters sharded"),
+    flag(MEMORY, "shard_param_frac", None, &[], Value, "1", "Plugin gemini: share of parameters sharded; only 1 is offered"),
     flag(MEMORY, "offload_param_frac", None, &[], Value, "0", "Plugin gemini: share of parameters on the host"),
     flag(MEMORY, "offload_optim_frac", None, &[], Value, "0", "Plugin gemini: share of optimizer states on the host"),
     flag(MEMORY, "recompute", None, &[], Value, "auto", "Activations: auto, none, full or selective"),
@@ -136,7 +136,6 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(OUTPUT, "logging_steps", None, &[], Value, "1", "Updates between log lines"),
     flag(OUTPUT, "eval_steps", None, &[], Value, "0", "Updates between evaluations; 0: at the end only"),
     flag(OUTPUT, "eval_fraction", None, &["validation_split"], Value, "0", "Share of rows held out, from the end"),
-    flag(OUTPUT, "profile_memory", None, &["profile"], Switch, "false", "Write every tick's bytes to memory.json"),
 
     flag(BACKEND, "backend", None, &[], Value, "auto", "auto, cuda or cpu"),
     flag(BACKEND, "deterministic", None, &["full_determinism"], Switch, "true", "Fixed order of all sums"),
@@ -160,7 +159,8 @@ pub(crate) const SHORTHANDS: &[Shorthand] = &[
 #[rustfmt::skip]
 pub(crate) const IGNORED: &[Ignored] = &[
     Ignored { names: &["dataset", "datasets", "cache_dir"], short: Some('d'), why: "data is what --data names" },
-    Ignored { names: &["tensorboard_dir", "logging_dir", "report_to"], short: Some('t'), why: "the log is log.jsonl in --output_dir" },
+    Ignored { names: &["tensorboard_dir", "logging_dir", "report_to"], short: Some('t'), why: "the log is train_log.jsonl in --output_dir" },
+    Ignored { names: &["profile_memory", "profile"], short: None, why: "memory.json always holds every tick" },
     Ignored { names: &["do_train", "overwrite_output_dir"], short: None, why: "training is what this command does, and --resume decides about old output" },
     Ignored { names: &["ddp_find_unused_parameters", "ddp_timeout", "ddp_static_graph"], short: None, why: "there is no such machinery here" },
     Ignored { names: &["logging_strategy", "save_strategy", "eval_strategy", "evaluation_strategy", "logging_nan_inf_filter"], short: None, why: "--logging_steps and --save_steps decide, and every loss is shown" },

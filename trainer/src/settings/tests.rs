@@ -103,6 +103,8 @@ fn values_that_have_rules() {
     assert_eq!(settings("resume = true").output.resume, Resume::Latest);
     assert_eq!(settings("gradient_checkpointing = true").memory.recompute, Recompute::Full);
     assert_eq!(settings("model = \"some/folder\"").tokenizer, "some/folder");
+    assert_eq!(settings("model = \"some/folder\"\ntokenizer = \"bytes\"").tokenizer, "bytes");
+    assert_eq!(settings("").tokenizer, "bytes");
     assert_eq!(settings("fsdp = \"shard_grad_op\"").memory.plugin.name, "zero2");
     assert_eq!(settings("prefetch = \"64MiB\"").memory.prefetch, Some(64 << 20));
     assert_eq!(settings("use_cpu = true").backend.kind, BackendKind::Cpu);
