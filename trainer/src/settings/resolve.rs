@@ -16,6 +16,9 @@ use crate::plugin::{self, Placement};
 /// A row is at most this long; beyond it lies a typing error, not a context length.
 const LENGTH_MAX: usize = 1 << 24;
 
+/// A micro-batch has at most so many rows, a step at most so many micro-batches.
+const ROWS_MAX: u64 = 1 << 16;
+
 impl Settings {
     /// Resolves what the command line and the file it names say.
     ///
@@ -34,8 +37,8 @@ impl Settings {
                 true => Order::Shuffled { seed: count(raw, "seed", 0)? },
                 false => Order::Sequential,
             },
-            batch_size: count(raw, "batch_size", 1)?,
-            gradient_accumulation_steps: count(raw, "gradient_accumulation_steps", 1)?,
+            batch_size: rows(raw, "batch_size")?,
+            gradient_accumulation_steps: rows(raw, "gradient_accumulation_steps")?,
             max_steps: max_steps(raw)?,
             num_epochs: number(raw, "num_epochs", "a number above 0", |x| x > 0.0 && x < 1e9)?,
             optimizer,
@@ -291,6 +294,13 @@ fn max_steps(raw: &Raw) -> Result<Option<u64>> {
         text => text.parse().ok().filter(|steps| *steps > 0).map(Some),
     })
     .map(Option::flatten)
+}
+
+/// A number of rows or micro-batches that are laid out one by one.
+fn rows(raw: &Raw, key: &str) -> Result<u64> {
+    raw.parse(key, &format!("a whole number from 1 to {ROWS_MAX}"), |text| {
+        text.parse().ok().filter(|count| (1..=ROWS_MAX).contains(count))
+    })
 }
 
 fn count(raw: &Raw, key: &str, min: u64) -> Result<u64> {
