@@ -162,15 +162,13 @@ fn data_and_counts() {
     folder.refuses(&train("--data nowhere.txt"), 2, &["nowhere.txt"]);
     folder.refuses(&train(""), 2, &["--data"]);
     folder.refuses(&format!("{PARITY} --batch masked.safetensors"), 2, &["-100"]);
-    for flag in ["gradient_accumulation_steps", "batch_size", "max_steps", "max_length"] {
-        folder.refuses(
-            &format!("{TRAIN} --{flag} 0"),
-            2,
-            &[flag, "0", "at least"].map(|part| match part {
-                "at least" if flag == "max_length" => "from 2",
-                part => part,
-            }),
-        );
+    for (flag, allowed) in [
+        ("gradient_accumulation_steps", "from 1"),
+        ("batch_size", "from 1"),
+        ("max_steps", "at least"),
+        ("max_length", "from 2"),
+    ] {
+        folder.refuses(&format!("{TRAIN} --{flag} 0"), 2, &[flag, "0", allowed]);
     }
     folder.refuses(&format!("{TRAIN} --tokenizer nowhere"), 2, &["--tokenizer nowhere"]);
 }

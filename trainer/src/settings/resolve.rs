@@ -18,6 +18,8 @@ const LENGTH_MAX: usize = 1 << 24;
 
 /// A micro-batch has at most so many rows, a step at most so many micro-batches.
 const ROWS_MAX: u64 = 1 << 16;
+/// Tokens of a step on one rank; the largest steps of published runs are a hundredth of it.
+const TOKENS_MAX: u64 = 1 << 30;
 
 impl Settings {
     /// Resolves what the command line and the file it names say.
@@ -53,6 +55,13 @@ impl Settings {
             return Err(Error::Usage(
                 "--model brings its own config.json; leave out --model_config (or the config.json of --config)".into(),
             ));
+        }
+        let tokens = settings.batch_size * settings.gradient_accumulation_steps * settings.max_length as u64;
+        if tokens > TOKENS_MAX {
+            return Err(Error::Usage(format!(
+                "--batch_size × --gradient_accumulation_steps × --max_length is {tokens} tokens a step and rank; at most \
+                 {TOKENS_MAX} are laid out"
+            )));
         }
         Ok(settings)
     }

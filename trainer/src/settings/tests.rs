@@ -62,6 +62,7 @@ fn refusals_name_key_value_and_place() {
     refused("fp16 = true\nbf16 = true", &["mixed_precision", "bf16 and fp16 at once"]);
     refused("batch_size = 0", &["--batch_size is 0"]);
     refused("batch_size = 99999999999", &["--batch_size is 99999999999", "65536"]);
+    refused("batch_size = 65536\ngradient_accumulation_steps = 65536", &["8796093022208 tokens"]);
     refused("batch_size = 2.5", &["--batch_size is 2.5"]);
     refused("gradient_accumulation_steps = 0", &["--gradient_accumulation_steps is 0"]);
     refused("max_length = 1", &["from 2 to"]);
