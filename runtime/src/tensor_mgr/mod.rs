@@ -13,6 +13,7 @@ mod loading;
 mod prefetch;
 
 use crate::chunk::{Chunk, WorkingCopy};
+use crate::clock::Times;
 use crate::error::{Error, Result};
 use crate::fence::Fence;
 use crate::layout::{Layout, TensorPlace};
@@ -238,9 +239,9 @@ impl StatefulTensorMgr {
         self.pass_traffic[pass.index()]
     }
 
-    /// Nanoseconds for which the step waited for transfers so far.
-    pub const fn stall_ns(&self) -> u64 {
-        self.transfer.stall_ns()
+    /// How long the engines were busy so far and the step waited for them; what is not over yet comes later.
+    pub fn times(&mut self) -> Times {
+        self.transfer.times()
     }
 
     /// Uses that the record did not foresee so far (L8).
@@ -434,6 +435,7 @@ impl StatefulTensorMgr {
         let pass = self.pass.index();
         self.tick = None;
         self.pass_traffic[pass] = self.transfer.traffic().since(&self.pass_began);
+        self.transfer.times();
         for (counter, (_, bytes)) in self.moved.iter().flatten().zip(self.pass_traffic[pass].links()) {
             counter.increment(bytes);
         }
