@@ -66,8 +66,9 @@ pub(crate) struct Ptr {
 pub struct CudaOptions {
     /// Number of the device, as CUDA counts those that the process may see.
     pub ordinal: usize,
-    /// Never measure: take the remembered algorithm of a matrix product, or the library's first choice, so
-    /// that two runs with the same cache make the same choice.
+    /// The same bits in every run on this machine. A matrix product's algorithm is measured only where the choice
+    /// will be found again: by a rank alone, with a cache folder. Ranks beside each other take the remembered one,
+    /// or the library's first.
     pub deterministic: bool,
     /// Allow TensorFloat-32 in f32 matrix products (10 bits of mantissa instead of 23).
     pub tf32: bool,
@@ -118,7 +119,9 @@ impl Cuda {
         let failures = Arc::new(Failures::default());
         let marks = Arc::new(Marks::new(&context, options.timed)?);
         let launcher = launch::Launcher::new(&context)?;
-        let gemm = gemm::Gemm::new(&name, options.tf32, !options.deterministic)?;
+        let alone = options.link.as_ref().is_none_or(|link| link.world() == 1);
+        let tunes = !options.deterministic || (alone && algorithms::remembers());
+        let gemm = gemm::Gemm::new(&name, options.tf32, tunes)?;
         // Absent or unusable cuDNN is no failure: `attention_backend` tells, and our own kernel is used.
         let cudnn = match options.own_attention {
             false => cudnn::Cudnn::new(&name, marks.stream(Stream::Compute)),
