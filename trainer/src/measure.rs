@@ -319,15 +319,8 @@ mod tests {
         .unwrap();
         let folder = tempfile::tempdir().unwrap();
         let product = Linear { tokens: 32, inputs: 64, outputs: 48 };
-        let attention = Attention {
-            batch: 1,
-            sequence: 16,
-            heads: 2,
-            kv_heads: 1,
-            head_dim: 8,
-            fused: true,
-            deterministic: false,
-        };
+        let attention =
+            Attention { batch: 1, sequence: 16, heads: 2, kv_heads: 1, head_dim: 8, fused: true, deterministic: false };
         let size = Size { copy_bytes: 2 << 20, product, attention, dtype: DType::F32, heat: Duration::ZERO };
         let found = measure(&cpu, &size, Some(folder.path())).unwrap();
         let disk = found.disk.unwrap().rates;
