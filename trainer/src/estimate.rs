@@ -24,6 +24,13 @@ pub struct Estimate {
     pub links_s: [f64; 4],
 }
 
+impl std::fmt::Display for Estimate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (step, compute) = (self.step_s, self.compute_s);
+        write!(f, "{step:.3} s a step (compute {compute:.3} s), bounded by {}", self.bound())
+    }
+}
+
 impl Estimate {
     /// What takes longest: "compute" or a link.
     pub fn bound(&self) -> &'static str {

@@ -45,7 +45,8 @@ pub struct Size {
 }
 
 impl Size {
-    /// Large enough that the start of a copy or kernel does not show, and no larger. The product is a 7B model's widest.
+    /// Large enough that the start of a copy or kernel does not show, and no larger. The product is one of
+    /// middling speed among a 7B model's.
     pub fn of(backend: &dyn Backend) -> Size {
         let fused = backend.device().fused_attention;
         let heads = |batch, sequence, heads, head_dim| Attention {
@@ -60,8 +61,8 @@ impl Size {
         match backend.device().backend {
             "cuda" => Size {
                 copy_bytes: 256 << 20,
-                product: Linear { tokens: 8192, inputs: 4096, outputs: 22016 },
-                attention: heads(4, 2048, 32, 128),
+                product: Linear { tokens: 8192, inputs: 11008, outputs: 4096 },
+                attention: heads(8, 2048, 32, 128),
                 dtype: if backend.computes_in(DType::Bf16) { DType::Bf16 } else { DType::F16 },
                 heat: Duration::from_secs(2),
             },
