@@ -33,6 +33,8 @@ if part 13b_more; then
   LIMIT=100 train 13b_16k $thirteen --batch_size 4 --gradient_accumulation_steps 2 --max_steps 4
 fi
 if part 30b; then
-  LIMIT=${LONG:-330} train 30b_8bit --backend cuda --config configs/castor-30b.json --mixed_precision bf16 --batch_size 4 --gradient_accumulation_steps 16 --max_steps 3 --optimizer_states 8bit --no_deterministic
+  LIMIT=${LONG:-330} train 30b_8bit --backend cuda --config configs/castor-30b.json --mixed_precision bf16 --batch_size 4 --gradient_accumulation_steps 16 --max_steps 3 --optimizer_states 8bit --no_deterministic \
+    --host_memory 120GiB --nvme /tmp --nvme_capacity 20GiB
 fi
+if part article; then LIMIT=60 train article_free --backend cuda --config configs/article-4block.json --mixed_precision fp16 --batch_size 8 --max_steps 30 --no_deterministic; fi
 free -g | head -2 | tee -a "$summary"

@@ -40,7 +40,7 @@ pub struct Size {
     pub attention: Attention,
     /// Type of the elements.
     pub dtype: DType,
-    /// How long products go on before they are timed: a device slows down under load.
+    /// How long a load like a step's goes on before products are timed: a device slows down under it.
     pub heat: Duration,
 }
 
@@ -61,7 +61,7 @@ impl Size {
         match backend.device().backend {
             "cuda" => Size {
                 copy_bytes: 256 << 20,
-                product: Linear { tokens: 8192, inputs: 11008, outputs: 4096 },
+                product: Linear { tokens: 16384, inputs: 11008, outputs: 4096 },
                 attention: heads(8, 2048, 32, 128),
                 dtype: if backend.computes_in(DType::Bf16) { DType::Bf16 } else { DType::F16 },
                 heat: Duration::from_secs(2),
@@ -134,7 +134,11 @@ pub fn measure(backend: &dyn Backend, size: &Size, nvme: Option<&Path>) -> casto
     };
     let begun = Instant::now();
     while begun.elapsed() < size.heat {
-        bench.time([Stream::Compute], || (0..RUNS).try_for_each(|_| multiply()))?;
+        // Between its products a step reads and writes memory for about a sixth of its time.
+        bench.time([Stream::Compute], || {
+            (0..RUNS).try_for_each(|_| multiply())?;
+            (0..RUNS).try_for_each(|_| backend.copy(Stream::Compute, bench.device[0], bench.device[1]))
+        })?;
     }
     let [seconds] = bench.median([Stream::Compute], multiply)?;
     keep(Rate::Products, flop, seconds, &shape.to_lowercase());
