@@ -11,8 +11,10 @@ use clap::{Arg, ArgAction, ArgMatches};
 
 use crate::data::{DataSpec, OnBadRecord};
 use crate::error::{Error, Result};
+use crate::rendezvous::World;
+use crate::settings::elsewhere::{IGNORED, ONLY_OFF, REFUSED};
 use crate::settings::raw::{Origin, Raw};
-use crate::settings::table::{self, FLAGS, Flag, IGNORED, Kind, SHORTHANDS};
+use crate::settings::table::{self, FLAGS, Flag, Kind, SHORTHANDS};
 use crate::settings::{Settings, boolean, nearest};
 use crate::weights::ExportDType;
 
@@ -96,19 +98,18 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
         }
     };
     match matches.subcommand() {
-        Some(("train", matches)) => match training(matches)? {
+        Some(("train", matches)) => match training(matches, &world)? {
             Asked::Run(settings) => Ok(Command::Train(settings)),
             Asked::Print(text) => Ok(Command::Text(text)),
         },
-        Some(("plan", matches)) => match training(matches)? {
-            Asked::Run(settings) => Ok(Command::Plan {
-                settings,
-                ranks: value(matches, "ranks").map(|text| ranks(&text)).transpose()?,
-                json: matches.get_flag("json"),
-            }),
-            Asked::Print(text) => Ok(Command::Text(text)),
-        },
-        Some(("parity", matches)) => match training(matches)? {
+        Some(("plan", matches)) => {
+            let ranks = value(matches, "ranks").map(|text| ranks(&text)).transpose()?;
+            match training(matches, &|| ranks.map_or_else(world, Ok))? {
+                Asked::Run(settings) => Ok(Command::Plan { settings, ranks, json: matches.get_flag("json") }),
+                Asked::Print(text) => Ok(Command::Text(text)),
+            }
+        }
+        Some(("parity", matches)) => match training(matches, &world)? {
             Asked::Run(settings) => Ok(Command::Parity {
                 settings,
                 batch: required(matches, "batch").into(),
@@ -175,8 +176,13 @@ fn one_spelling(arg: OsString) -> OsString {
     .into()
 }
 
-/// The settings that `train`, `plan` and `parity` share.
-fn training(matches: &ArgMatches) -> Result<Asked> {
+/// Ranks that the environment names.
+fn world() -> Result<u32> {
+    Ok(World::from_env()?.world)
+}
+
+/// The settings that `train`, `plan` and `parity` share, for as many ranks as `world` says.
+fn training(matches: &ArgMatches, world: &dyn Fn() -> Result<u32>) -> Result<Asked> {
     let mut raw = Raw::default();
     let mut notices = Vec::new();
     for flag in FLAGS {
@@ -196,7 +202,15 @@ fn training(matches: &ArgMatches) -> Result<Asked> {
             }
         }
     }
-    raw.read_config()?;
+    for (name, instead) in ONLY_OFF {
+        if let Some(value) = value(matches, name) {
+            if boolean(&value) != Some(false) && value.parse() != Ok(0.0) {
+                return Err(Error::Usage(format!("--{name} {value} is not offered; {instead}")));
+            }
+            notices.push(format!("--{name} {value} is accepted and changes nothing: it is never on"));
+        }
+    }
+    raw.read_files(world, &mut notices)?;
     let settings = Settings::resolve(&raw, notices)?;
     Ok(match matches.get_flag("print_config") {
         true => Asked::Print(raw.print()),
@@ -347,7 +361,7 @@ fn training_flags(mut command: clap::Command) -> clap::Command {
     }
     for ignored in IGNORED {
         for (index, name) in ignored.names.iter().enumerate() {
-            let mut arg = boolean_flag(name).hide(true);
+            let mut arg = boolean_flag(name).num_args(0..).hide(true);
             if let (0, Some(letter)) = (index, ignored.short) {
                 arg = arg.short(letter);
             }
@@ -355,6 +369,7 @@ fn training_flags(mut command: clap::Command) -> clap::Command {
         }
     }
     command
+        .args(ONLY_OFF.iter().map(|(name, _)| boolean_flag(name).hide(true)))
         .arg(
             Arg::new("print_config")
                 .long("print_config")
@@ -382,7 +397,7 @@ fn usage(error: &clap::Error) -> Error {
         ErrorKind::UnknownArgument => {
             let typed = context(ContextKind::InvalidArg).unwrap_or_default();
             let name = typed.trim_start_matches('-').split('=').next().unwrap_or_default().replace('-', "_");
-            match table::REFUSED.iter().find(|(refused, _)| *refused == name) {
+            match REFUSED.iter().find(|(refused, _)| *refused == name) {
                 Some((_, why)) => format!("--{name}: {why}"),
                 None if typed.starts_with("--") => {
                     format!("unknown flag {typed}{}", meant(nearest(&name, table::names()), "--"))

@@ -38,7 +38,7 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
         println!("{}", as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters));
         return Ok(());
     }
-    for notice in notices.iter().chain(&hardware.notices) {
+    for notice in settings.notices.iter().chain(&notices).chain(&hardware.notices) {
         eprintln!("castor: {notice}");
     }
     println!("{parameters} parameters on {world} ranks, {} chunks", blueprint.layout().chunk_ids().count());

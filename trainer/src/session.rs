@@ -92,7 +92,7 @@ pub fn backend(settings: &Settings, world: &World, timed: bool) -> Result<(Arc<d
     let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {
         (BackendKind::Cpu, _) => Arc::new(cpu(settings, world, link)?),
         (BackendKind::Auto, Err(reason)) => {
-            notices.push(format!("no CUDA device, training on the CPU: {reason}"));
+            notices.push(format!("no CUDA device, so the CPU computes: {reason}"));
             Arc::new(cpu(settings, world, link)?)
         }
         (BackendKind::Cuda, Err(reason)) => {
@@ -249,6 +249,8 @@ pub fn options(
             convention: match schedule.convention {
                 LrConvention::HuggingFace => Convention::HuggingFace,
                 LrConvention::ColossalAi => Convention::ColossalAi,
+                LrConvention::DeepSpeedLog => Convention::DeepSpeedLog,
+                LrConvention::DeepSpeedLinear => Convention::DeepSpeedLinear,
             },
             min_ratio: schedule.min_lr_ratio,
             warmup: schedule.warmup.steps(steps),

@@ -36,7 +36,9 @@ impl Settings {
             max_length: max_length(raw)?,
             seed: count(raw, "seed", 0)?,
             order: match switch(raw, "shuffle")? {
-                true => Order::Shuffled { seed: count(raw, "seed", 0)? },
+                true => Order::Shuffled {
+                    seed: count(raw, if raw.is_given("data_seed") { "data_seed" } else { "seed" }, 0)?,
+                },
                 false => Order::Sequential,
             },
             batch_size: rows(raw, "batch_size")?,
@@ -131,8 +133,15 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
 }
 
 fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
-    let convention =
-        raw.choice("lr_convention", &[("hf", LrConvention::HuggingFace), ("colossalai", LrConvention::ColossalAi)])?;
+    let convention = raw.choice(
+        "lr_convention",
+        &[
+            ("hf", LrConvention::HuggingFace),
+            ("colossalai", LrConvention::ColossalAi),
+            ("deepspeed_log", LrConvention::DeepSpeedLog),
+            ("deepspeed_linear", LrConvention::DeepSpeedLinear),
+        ],
+    )?;
     let steps = number(raw, "warmup_steps", "a number of updates (below 1: a share of them)", |x| {
         (0.0..1.0).contains(&x) || (x >= 1.0 && x.fract() == 0.0 && x < 9e15)
     })?;
@@ -155,8 +164,8 @@ fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
         },
         convention,
         min_lr_ratio: raw.optional("min_lr_ratio", "a number from 0 to 1", ratio_of)?.unwrap_or(match convention {
-            LrConvention::HuggingFace => 0.0,
             LrConvention::ColossalAi => 0.1,
+            _ => 0.0,
         }),
     })
 }
@@ -193,16 +202,7 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
 }
 
 fn memory(raw: &Raw) -> Result<MemorySettings> {
-    let plugin = match raw.values("fsdp").concat() {
-        words if words.is_empty() => plugin::find(&raw.values("plugin").concat())?,
-        words if raw.is_default("plugin") => plugin::from_fsdp(&words)?,
-        words => {
-            return Err(Error::Usage(format!(
-                "--fsdp \"{words}\" and --plugin {} both choose the sharding; give one",
-                raw.values("plugin").concat()
-            )));
-        }
-    };
+    let plugin = plugin::find(&raw.values("plugin").concat())?;
     let budget = |key| raw.parse(key, "auto, a size such as 80GiB or 512MB, or a share such as 50%,", Budget::parse);
     let fraction = |key| number(raw, key, "a number from 0 to 1", |x| (0.0..=1.0).contains(&x));
     if plugin.placement != Placement::Static {
@@ -250,7 +250,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
 }
 
 fn output(raw: &Raw) -> Result<OutputSettings> {
-    let every = |key| raw.parse(key, "a whole number of updates, a share below 1, or 0", Every::parse);
+    let every = |key| raw.parse(key, "a whole number of updates, a share below 1, epoch or 0", Every::parse);
     Ok(OutputSettings {
         dir: raw.values("output_dir").concat().into(),
         save: every("save_steps")?,
