@@ -213,6 +213,8 @@ fn training(matches: &ArgMatches, world: &dyn Fn() -> Result<u32>) -> Result<Ask
     raw.read_files(world, &mut notices)?;
     let settings = Settings::resolve(&raw, notices)?;
     Ok(match matches.get_flag("print_config") {
+        // One copy of what all ranks would say.
+        true if World::from_env()?.rank != 0 => Asked::Print(String::new()),
         true => Asked::Print(raw.print()),
         false => Asked::Run(Box::new(settings)),
     })

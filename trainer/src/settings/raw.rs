@@ -186,10 +186,22 @@ impl Raw {
     pub fn values(&self, key: &str) -> Vec<String> {
         match self.given.get(key) {
             Some((values, _)) => values.clone(),
-            None => match default(key) {
-                "" => Vec::new(),
-                value => vec![value.into()],
-            },
+            None => Some(self.default_of(key)).filter(|value| !value.is_empty()).into_iter().collect(),
+        }
+    }
+
+    /// The default of `key`, which may follow another setting; empty if it stays unset.
+    fn default_of(&self, key: &str) -> String {
+        let of = |key| self.values(key).concat().to_ascii_lowercase();
+        match key {
+            "betas" if of("optimizer").starts_with("sophia") => "0.965,0.99".into(),
+            "betas" => "0.9,0.999".into(),
+            "data_seed" => of("seed"),
+            "min_lr_ratio" if of("lr_convention") == "colossalai" => "0.1".into(),
+            "min_lr_ratio" => "0".into(),
+            // A model folder brings its tokenizer.
+            "tokenizer" => self.values("model").pop().unwrap_or_else(|| "bytes".into()),
+            key => table::default(key).into(),
         }
     }
 
@@ -259,10 +271,6 @@ impl Raw {
             self.refuse(key, &format!("one of {} was expected{}", names.join(", "), meant.unwrap_or_default()))
         })
     }
-}
-
-fn default(key: &str) -> &'static str {
-    FLAGS.iter().find(|flag| flag.key == key).map(|flag| flag.default).expect("the key is a row of the table")
 }
 
 fn scalar(value: &toml::Value) -> Option<String> {

@@ -36,9 +36,7 @@ impl Settings {
             max_length: max_length(raw)?,
             seed: count(raw, "seed", 0)?,
             order: match switch(raw, "shuffle")? {
-                true => Order::Shuffled {
-                    seed: count(raw, if raw.is_given("data_seed") { "data_seed" } else { "seed" }, 0)?,
-                },
+                true => Order::Shuffled { seed: count(raw, "data_seed", 0)? },
                 false => Order::Sequential,
             },
             batch_size: rows(raw, "batch_size")?,
@@ -105,15 +103,10 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
         ],
     )?;
     let beta = |text: &str| text.trim().parse().ok().filter(|beta| (0.0..1.0).contains(beta));
-    let mut betas = raw
-        .optional("betas", "two numbers in [0, 1), as in 0.9,0.999,", |text| {
-            let (first, second) = text.trim_matches(['(', ')', '[', ']']).split_once(',')?;
-            Some((beta(first)?, beta(second)?))
-        })?
-        .unwrap_or(match kind {
-            OptimizerKind::AdamW => (0.9, 0.999),
-            OptimizerKind::Sophia => (0.965, 0.99),
-        });
+    let mut betas = raw.parse("betas", "two numbers in [0, 1), as in 0.9,0.999,", |text| {
+        let (first, second) = text.trim_matches(['(', ')', '[', ']']).split_once(',')?;
+        Some((beta(first)?, beta(second)?))
+    })?;
     if let Some(beta1) = raw.optional("adam_beta1", "a number in [0, 1)", beta)? {
         betas.0 = beta1;
     }
@@ -163,10 +156,7 @@ fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
             _ => Warmup::Ratio(ratio),
         },
         convention,
-        min_lr_ratio: raw.optional("min_lr_ratio", "a number from 0 to 1", ratio_of)?.unwrap_or(match convention {
-            LrConvention::ColossalAi => 0.1,
-            _ => 0.0,
-        }),
+        min_lr_ratio: raw.parse("min_lr_ratio", "a number from 0 to 1", ratio_of)?,
     })
 }
 

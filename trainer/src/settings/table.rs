@@ -160,6 +160,11 @@ pub(crate) fn find(name: &str) -> Option<&'static Flag> {
     FLAGS.iter().find(|flag| flag.key == name || flag.aliases.contains(&name.as_str()))
 }
 
+/// The default of a row.
+pub(crate) fn default(key: &str) -> &'static str {
+    FLAGS.iter().find(|flag| flag.key == key).map(|flag| flag.default).expect("the key is a row of the table")
+}
+
 /// A value as it is compared with another of the same key: numbers by what they are worth, names by what they name.
 pub(crate) fn canonical(key: &str, value: &str) -> String {
     let value = value.trim().trim_matches(['(', ')', '[', ']']).to_ascii_lowercase();
