@@ -168,7 +168,13 @@ impl Schedule {
     /// Whether `chunk` is written at a tick in `from .. from + ahead` (cyclic).
     pub fn written_within(&self, chunk: ChunkId, from: Tick, ahead: u32) -> bool {
         let length = self.ticks.len() as u32;
-        self.uses(chunk).iter().any(|(tick, access)| access.writes() && (tick.0 + length - from.0) % length < ahead)
+        let uses = self.uses(chunk);
+        let first = uses.partition_point(|(tick, _)| *tick < from);
+        let from_there = uses[first..].iter().chain(&uses[..first]);
+        from_there
+            .map(|(tick, access)| ((tick.0 + length - from.0) % length, access))
+            .take_while(|(distance, _)| *distance < ahead)
+            .any(|(_, access)| access.writes())
     }
 
     /// Bytes that the working copies of each tick need at once, given which uses are in place; the largest.
