@@ -206,3 +206,33 @@ impl Schedule {
 pub const fn in_place(access: Access, sharded: bool, home_on_device: bool) -> bool {
     home_on_device && (!sharded || !access.whole())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::Role;
+
+    /// Against the definition, for every tick and distance of a pass whose chunks are used now and then.
+    #[test]
+    fn writes_ahead_are_found_around_the_end_of_the_pass() {
+        let length = 23u32;
+        let chunks = [Role::Parameter, Role::Gradient].map(|role| GroupId(0).chunk(role));
+        let uses_at = |tick: u32| -> Vec<Use> {
+            let used = |index: usize| (tick * 7 + index as u32 * 5).is_multiple_of(3 + index as u32);
+            let access = if tick.is_multiple_of(4) { Access::UpdateShard } else { Access::Read };
+            let uses = (0..chunks.len()).filter(|index| used(*index));
+            uses.map(|index| Use { chunk: chunks[index], access, until: Tick(tick) }).collect()
+        };
+        let ticks = (0..length).map(|tick| ScheduledTick { name: "tick", group: GroupId(0), uses: uses_at(tick) });
+        let schedule = Schedule::new(ticks.collect());
+        for (chunk, from, ahead) in
+            chunks.into_iter().flat_map(|c| (0..length).flat_map(move |f| (0..=length).map(move |a| (c, f, a))))
+        {
+            let written = (0..ahead).any(|distance| {
+                let uses = uses_at((from + distance) % length);
+                uses.iter().any(|used| used.chunk == chunk && used.access.writes())
+            });
+            assert_eq!(schedule.written_within(chunk, Tick(from), ahead), written, "{chunk:?} {from} {ahead}");
+        }
+    }
+}

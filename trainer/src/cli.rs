@@ -88,7 +88,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
     if args.get(1).is_some_and(|word| word == "run") {
         return Ok(Command::Run(args[2..].to_vec()));
     }
-    let matches = match tree().try_get_matches_from(args.into_iter().map(one_spelling)) {
+    let matches = match tree().try_get_matches_from(one_spelling(args)) {
         Ok(matches) => matches,
         Err(error) => {
             return match error.kind() {
@@ -154,8 +154,31 @@ enum Asked {
     Print(String),
 }
 
-/// Long names with `_` only, and `--no_flag` as `--flag=false`: every later table has one spelling.
-fn one_spelling(arg: OsString) -> OsString {
+/// Every later table has one spelling: long names with `_` only, `--no_flag` as `--flag=false`, and what begins like a
+/// negative number as the value of the flag before it, which says better than clap that `-5GiB` is no size.
+fn one_spelling(args: Vec<OsString>) -> Vec<OsString> {
+    let mut words: Vec<OsString> = Vec::with_capacity(args.len());
+    for arg in args {
+        let negative = arg.as_encoded_bytes().strip_prefix(b"-").and_then(<[u8]>::first);
+        let negative = negative.is_some_and(|byte| byte.is_ascii_digit() || *byte == b'.');
+        match words.last_mut() {
+            Some(flag) if negative && is_bare_flag(flag) => {
+                flag.push("=");
+                flag.push(arg);
+            }
+            _ => words.push(spelled(arg)),
+        }
+    }
+    words
+}
+
+/// Whether a word is a long flag without a value in it.
+fn is_bare_flag(word: &OsString) -> bool {
+    let bytes = word.as_encoded_bytes();
+    bytes.len() > 2 && bytes.starts_with(b"--") && !bytes.contains(&b'=')
+}
+
+fn spelled(arg: OsString) -> OsString {
     let Some(name) = arg.to_str().and_then(|text| text.strip_prefix("--")) else {
         return arg;
     };

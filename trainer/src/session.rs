@@ -113,7 +113,7 @@ fn cuda(
     let ordinal = world.local_rank as usize;
     if ordinal >= devices {
         return Err(Error::Usage(format!(
-            "local rank {ordinal} has no GPU: this host has {devices}; start at most {devices} ranks here"
+            "local rank {ordinal} has no GPU: this host has {devices}; start at most as many ranks here"
         )));
     }
     let options = castor_kernels::cuda::CudaOptions {

@@ -112,6 +112,8 @@ fn mistakes_are_one_sentence_with_what_was_meant() {
     refused("train --fp16 --bf16", "fp16 and bf16 at once");
     refused("train --fp16 maybe", "--fp16 is maybe");
     refused("train --lr", "--lr");
+    refused("train --device_memory -5GiB", "--device_memory is -5GiB; auto, a size such as 80GiB");
+    refused("train --lr -1e-4", "--lr is -1e-4; a number above 0");
     refused("train --config nowhere.toml", "nowhere.toml: cannot be read");
     refused("train --config a.json --model_config b.json", "both name");
     refused("doctor --backend tpu", "--backend");

@@ -12,7 +12,7 @@ mod zero;
 use serde_json::{Map, Value};
 
 use super::raw::{Origin, Raw};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use keys::Section;
 
 /// Errors are clauses until the file's name is put before them.
@@ -119,8 +119,10 @@ impl Translation<'_> {
         };
         if u128::from(micro) * u128::from(steps) * u128::from(ranks) != u128::from(total) {
             return Err(format!(
-                "train_batch_size is {total}, which is not the {micro} rows of a micro-batch × {steps} accumulation \
-                 steps × {ranks} ranks; change one of them"
+                "train_batch_size is {total}, which is not {} a micro-batch × {} × {}; change one of them",
+                counted(micro, "rows"),
+                counted(steps, "accumulation steps"),
+                counted(ranks, "ranks")
             ));
         }
         self.set("batch_size", micro, "train_batch_size")?;

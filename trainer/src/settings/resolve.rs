@@ -177,16 +177,27 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
             &format!("it must lie between --min_scale {} and --max_scale {}", loss_scale.min, loss_scale.max),
         ));
     }
+    let compute = raw.choice(
+        "mixed_precision",
+        &[("no", Precision::Fp32), ("fp16", Precision::Fp16), ("bf16", Precision::Bf16), ("fp32", Precision::Fp32)],
+    )?;
+    let bf16_gradients = raw.choice("gradient_dtype", &[("fp32", false), ("bf16", true)])?;
+    if bf16_gradients && compute != Precision::Bf16 {
+        return Err(raw.refuse(
+            "gradient_dtype",
+            &format!(
+                "gradients accumulate in bf16 only with --mixed_precision bf16, and that is {}; use fp32",
+                raw.values("mixed_precision").concat()
+            ),
+        ));
+    }
     Ok(PrecisionSettings {
-        compute: raw.choice(
-            "mixed_precision",
-            &[("no", Precision::Fp32), ("fp16", Precision::Fp16), ("bf16", Precision::Bf16), ("fp32", Precision::Fp32)],
-        )?,
+        compute,
         states: raw.choice(
             "optimizer_states",
             &[("fp32", StateFormat::Fp32), ("bf16", StateFormat::Bf16), ("8bit", StateFormat::Int8)],
         )?,
-        bf16_gradients: raw.choice("gradient_dtype", &[("fp32", false), ("bf16", true)])?,
+        bf16_gradients,
         loss_scale,
     })
 }

@@ -84,6 +84,8 @@ fn refusals_name_key_value_and_place() {
     refused("fsdp = \"full_shard\"\nplugin = \"zero2\"", &["--fsdp", "zero3", "--plugin is zero2"]);
     refused("model = \"a\"\nmodel_config = \"b\"", &["brings its own config.json"]);
     refused("initial_scale = 0.5", &["--initial_scale is 0.5", "between"]);
+    refused("gradient_dtype = \"bf16\"", &["--gradient_dtype is bf16", "--mixed_precision bf16", "that is no"]);
+    refused("gradient_dtype = \"bf16\"\nfp16 = true", &["--gradient_dtype is bf16", "that is fp16"]);
     refused("recompute = \"ful\"", &["did you mean full?"]);
     let missing = read("", &[]).unwrap().0.model_shape().unwrap_err();
     assert!(missing.to_string().contains("no model"), "{missing}");

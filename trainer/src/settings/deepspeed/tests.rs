@@ -65,7 +65,7 @@ fn every_case_is_decided() {
         ("clip_0", Ok((2, 1, None, "ddp"))),
         ("clip_str", Ok((2, 1, clip, "ddp"))),
         ("cpu_offload_true_old_", Ok((2, 1, clip, "zero2_offload"))),
-        ("elastic_mb_3_tb_8", Err(&["train_batch_size is 8", "3 rows", "2 accumulation steps", "1 ranks"])),
+        ("elastic_mb_3_tb_8", Err(&["train_batch_size is 8", "3 rows", "2 accumulation steps", "1 rank;"])),
         ("empty_file", Err(&["the file is empty"])),
         ("fp16_bf16", Err(&["fp16.enabled and bf16.enabled are both true"])),
         ("fp16_min_1e_10", Ok((2, 1, clip, "ddp"))),
@@ -141,7 +141,7 @@ fn batch_sizes_are_resolved_together() {
     assert_eq!(batch(auto, flags, 8), Ok((12, 32)));
     assert_eq!(batch("{}", &[("batch_size", "3")], 1), Ok((3, 1)));
     let seven = "{\"train_batch_size\": 7, \"train_micro_batch_size_per_gpu\": 2, \"gradient_accumulation_steps\": 4}";
-    refused(seven, &[], &["train_batch_size is 7", "2 rows", "4 accumulation steps"]);
+    refused(seven, &[], &["train_batch_size is 7", "2 rows a micro-batch", "4 accumulation steps"]);
     assert!(batch("{\"train_batch_size\": 8}", &[], 3).unwrap_err().contains("3 ranks"));
     refused("{}", &[], &["neither"]);
     refused("{\"gradient_accumulation_steps\": \"8\"}", &[], &["gradient_accumulation_steps is \"8\""]);
