@@ -190,6 +190,8 @@ fn spelled(arg: OsString) -> OsString {
     let negated = name.strip_prefix("no_").filter(|name| {
         table::find(name).is_some_and(|flag| flag.kind == Kind::Switch)
             || SHORTHANDS.iter().any(|short| short.names.contains(name))
+            || IGNORED.iter().any(|ignored| ignored.names.contains(name))
+            || ONLY_OFF.iter().any(|(only_off, _)| only_off == name)
     });
     match (negated, value) {
         (Some(name), None) => format!("--{name}=false"),
@@ -227,7 +229,8 @@ fn training(matches: &ArgMatches, world: &dyn Fn() -> Result<u32>) -> Result<Ask
     }
     for (name, instead) in ONLY_OFF {
         if let Some(value) = value(matches, name) {
-            if boolean(&value) != Some(false) && value.parse() != Ok(0.0) {
+            let off = boolean(&value) == Some(false) || value.parse() == Ok(0.0);
+            if !off && !["", "none"].contains(&value.to_ascii_lowercase().as_str()) {
                 return Err(Error::Usage(format!("--{name} {value} is not offered; {instead}")));
             }
             notices.push(format!("--{name} {value} is accepted and changes nothing: it is never on"));

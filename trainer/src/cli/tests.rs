@@ -61,6 +61,8 @@ fn published_hugging_face_commands() {
     let dashed = train("--per-device-train-batch-size=3 --fp16 False --no-flash-attention --shuffle no --max-steps -1");
     assert_eq!((dashed.batch_size, dashed.precision.compute), (3, Precision::Fp32));
     assert!(!dashed.memory.flash_attention && dashed.max_steps.is_none());
+    let negated = train("--no_logging_nan_inf_filter --no-dataloader-pin-memory --no_load_best_model_at_end");
+    assert_eq!(negated.notices.len(), 3, "{:?}", negated.notices);
     refused("train --deepspeed ds.json", "--deepspeed ds.json: cannot be read");
     refused("train --tp 2", "tensor parallelism is not offered");
 }

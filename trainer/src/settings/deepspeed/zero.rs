@@ -91,9 +91,13 @@ impl Translation<'_> {
                  both here, give the same"
             ));
         }
+        let from = format!(
+            "zero_optimization.{}.nvme_path",
+            if param.is_some() { "offload_param" } else { "offload_optimizer" }
+        );
         let Some(folder) = param.or(optimizer) else { return Ok(()) };
         self.notices.push(format!("device \"nvme\": host memory comes first, {folder} holds what does not fit there"));
-        self.set("nvme", folder, "zero_optimization.offload_…nvme_path")
+        self.set("nvme", folder, &from)
     }
 
     fn offload(&mut self, zero: &Section, key: &str, keys: keys::Keys) -> Outcome<Offload> {
