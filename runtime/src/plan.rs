@@ -102,6 +102,9 @@ impl Prediction {
 /// Steps after which a rehearsal stops looking for the point from which steps repeat, and the window is emptied.
 const LONGEST_REHEARSAL: usize = 8;
 
+/// Fewer of them where a step is long: beside so many ticks an empty window is soon filled, and rehearsing takes time.
+const REHEARSED_TICKS: usize = 50_000;
+
 /// A plan.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -250,13 +253,15 @@ impl Plan {
         rehearse: Rehearsal<'_>,
     ) -> Result<(Prediction, Option<u64>)> {
         let (mut train, mut seen) = (Vec::new(), Vec::new());
+        let ticks = manager.plan().schedules[Pass::Train.index()].len();
+        let longest = (REHEARSED_TICKS / ticks.max(1)).clamp(1, LONGEST_REHEARSAL);
         let (cycle, fresh_every) = loop {
             let signature = manager.signature();
             if let Some(step) = seen.iter().position(|earlier| *earlier == signature) {
                 break (step, None);
             }
-            if train.len() == LONGEST_REHEARSAL {
-                break (0, Some(LONGEST_REHEARSAL as u64));
+            if train.len() == longest {
+                break (0, Some(longest as u64));
             }
             seen.push(signature);
             rehearse(manager, Pass::Train)?;
