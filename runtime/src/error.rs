@@ -38,7 +38,9 @@ fn largest(users: &[(String, u64)]) -> String {
 
 const fn advice(tier: Tier) -> &'static str {
     match tier {
-        Tier::Device => "raise --device_memory, lower --batch_size or --max_length, or choose --recompute full",
+        Tier::Device => {
+            "raise --device_memory, lower --batch_size, --gradient_accumulation_steps or --max_length, or choose --recompute full"
+        }
         Tier::Host => "raise --host_memory, or give a disk with --nvme DIR --nvme_capacity BYTES",
         Tier::Nvme => "raise --nvme_capacity or choose a folder on a larger disk",
     }

@@ -102,6 +102,9 @@ impl Prediction {
 /// Steps after which a rehearsal stops looking for the point from which steps repeat, and the window is emptied.
 const LONGEST_REHEARSAL: usize = 8;
 
+/// Fewer of them where a step is long: beside so many ticks an empty window is soon filled, and rehearsing takes time.
+const REHEARSED_TICKS: usize = 50_000;
+
 /// A plan.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -141,16 +144,8 @@ impl Plan {
         passes: &[Pass],
         rehearse: Rehearsal<'_>,
     ) -> Result<Plan> {
-        let schedules = Self::record(layout, &fixed, dry, passes, rehearse)?;
         let workspace = dry().workspace_bytes();
-        let mut view = PolicyView {
-            layout,
-            schedule: &schedules[Pass::Train.index()],
-            room: [0; 3],
-            taken: Default::default(),
-            lookahead_bytes,
-            window_shortage: 0,
-        };
+        let (mut room, mut all_taken) = ([0; 3], <[Vec<(String, u64)>; 3]>::default());
         for (tier, fixed) in [(Tier::Device, &fixed.device), (Tier::Host, &fixed.host)] {
             // As the manager will reserve them (L2).
             let reserved = |category: Category, bytes| (category.name().to_string(), placed_bytes(tier, bytes));
@@ -160,19 +155,29 @@ impl Plan {
                 taken.push(reserved(Category::Workspace, workspace));
                 taken.push((Category::Driver.name().into(), driver_bytes));
             }
-            view.taken[tier.index()] = taken;
+            all_taken[tier.index()] = taken;
         }
         for tier in Tier::ALL {
-            let taken: u64 = view.taken[tier.index()].iter().map(|(_, bytes)| bytes).sum();
+            let taken: u64 = all_taken[tier.index()].iter().map(|(_, bytes)| bytes).sum();
             let budget = budgets.of(tier);
             if taken > budget {
-                let mut largest_users = view.taken[tier.index()].clone();
+                let mut largest_users = std::mem::take(&mut all_taken[tier.index()]);
                 largest_users.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
                 let what = "before any model data".into();
                 return Err(Error::OutOfRoom { tier, what, budget, short_by: taken - budget, largest_users });
             }
-            view.room[tier.index()] = budget - taken;
+            room[tier.index()] = budget - taken;
         }
+        // Not before it is known that anything is left for what is rehearsed.
+        let schedules = Self::record(layout, &fixed, dry, passes, rehearse)?;
+        let mut view = PolicyView {
+            layout,
+            schedule: &schedules[Pass::Train.index()],
+            room,
+            taken: all_taken,
+            lookahead_bytes,
+            window_shortage: 0,
+        };
         // A window can be too small although its sum suffices (holes between copies of different sizes): the
         // rehearsal finds out, and the policy is asked again with what was missing.
         for _ in 0..8 {
@@ -248,13 +253,15 @@ impl Plan {
         rehearse: Rehearsal<'_>,
     ) -> Result<(Prediction, Option<u64>)> {
         let (mut train, mut seen) = (Vec::new(), Vec::new());
+        let ticks = manager.plan().schedules[Pass::Train.index()].len();
+        let longest = (REHEARSED_TICKS / ticks.max(1)).clamp(1, LONGEST_REHEARSAL);
         let (cycle, fresh_every) = loop {
             let signature = manager.signature();
             if let Some(step) = seen.iter().position(|earlier| *earlier == signature) {
                 break (step, None);
             }
-            if train.len() == LONGEST_REHEARSAL {
-                break (0, Some(LONGEST_REHEARSAL as u64));
+            if train.len() == longest {
+                break (0, Some(longest as u64));
             }
             seen.push(signature);
             rehearse(manager, Pass::Train)?;

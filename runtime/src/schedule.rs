@@ -168,7 +168,13 @@ impl Schedule {
     /// Whether `chunk` is written at a tick in `from .. from + ahead` (cyclic).
     pub fn written_within(&self, chunk: ChunkId, from: Tick, ahead: u32) -> bool {
         let length = self.ticks.len() as u32;
-        self.uses(chunk).iter().any(|(tick, access)| access.writes() && (tick.0 + length - from.0) % length < ahead)
+        let uses = self.uses(chunk);
+        let first = uses.partition_point(|(tick, _)| *tick < from);
+        let from_there = uses[first..].iter().chain(&uses[..first]);
+        from_there
+            .map(|(tick, access)| ((tick.0 + length - from.0) % length, access))
+            .take_while(|(distance, _)| *distance < ahead)
+            .any(|(_, access)| access.writes())
     }
 
     /// Bytes that the working copies of each tick need at once, given which uses are in place; the largest.
@@ -199,4 +205,34 @@ impl Schedule {
 /// Whether a use finds its bytes at home on the device, needing no working copy.
 pub const fn in_place(access: Access, sharded: bool, home_on_device: bool) -> bool {
     home_on_device && (!sharded || !access.whole())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::Role;
+
+    /// Against the definition, for every tick and distance of a pass whose chunks are used now and then.
+    #[test]
+    fn writes_ahead_are_found_around_the_end_of_the_pass() {
+        let length = 23u32;
+        let chunks = [Role::Parameter, Role::Gradient].map(|role| GroupId(0).chunk(role));
+        let uses_at = |tick: u32| -> Vec<Use> {
+            let used = |index: usize| (tick * 7 + index as u32 * 5).is_multiple_of(3 + index as u32);
+            let access = if tick.is_multiple_of(4) { Access::UpdateShard } else { Access::Read };
+            let uses = (0..chunks.len()).filter(|index| used(*index));
+            uses.map(|index| Use { chunk: chunks[index], access, until: Tick(tick) }).collect()
+        };
+        let ticks = (0..length).map(|tick| ScheduledTick { name: "tick", group: GroupId(0), uses: uses_at(tick) });
+        let schedule = Schedule::new(ticks.collect());
+        for (chunk, from, ahead) in
+            chunks.into_iter().flat_map(|c| (0..length).flat_map(move |f| (0..=length).map(move |a| (c, f, a))))
+        {
+            let written = (0..ahead).any(|distance| {
+                let uses = uses_at((from + distance) % length);
+                uses.iter().any(|used| used.chunk == chunk && used.access.writes())
+            });
+            assert_eq!(schedule.written_within(chunk, Tick(from), ahead), written, "{chunk:?} {from} {ahead}");
+        }
+    }
 }

@@ -180,7 +180,7 @@ impl Blueprint {
             Pass::Evaluate => self.options.round,
             Pass::Hessian | Pass::Update => 1,
         });
-        let mut step = Step::begin(mgr, &self.model, &inputs, pass);
+        let mut step = Step::rehearse(mgr, &self.model, &inputs, pass);
         match pass {
             Pass::Train => {
                 step.rounds(self.options.round, due.as_ref(), || Ok::<_, castor_runtime::Error>(gradient))?;

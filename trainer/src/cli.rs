@@ -11,8 +11,10 @@ use clap::{Arg, ArgAction, ArgMatches};
 
 use crate::data::{DataSpec, OnBadRecord};
 use crate::error::{Error, Result};
+use crate::rendezvous::World;
+use crate::settings::elsewhere::{IGNORED, ONLY_OFF, REFUSED};
 use crate::settings::raw::{Origin, Raw};
-use crate::settings::table::{self, FLAGS, Flag, IGNORED, Kind, SHORTHANDS};
+use crate::settings::table::{self, FLAGS, Flag, Kind, SHORTHANDS};
 use crate::settings::{Settings, boolean, nearest};
 use crate::weights::ExportDType;
 
@@ -86,7 +88,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
     if args.get(1).is_some_and(|word| word == "run") {
         return Ok(Command::Run(args[2..].to_vec()));
     }
-    let matches = match tree().try_get_matches_from(args.into_iter().map(one_spelling)) {
+    let matches = match tree().try_get_matches_from(one_spelling(args)) {
         Ok(matches) => matches,
         Err(error) => {
             return match error.kind() {
@@ -96,19 +98,18 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
         }
     };
     match matches.subcommand() {
-        Some(("train", matches)) => match training(matches)? {
+        Some(("train", matches)) => match training(matches, &world)? {
             Asked::Run(settings) => Ok(Command::Train(settings)),
             Asked::Print(text) => Ok(Command::Text(text)),
         },
-        Some(("plan", matches)) => match training(matches)? {
-            Asked::Run(settings) => Ok(Command::Plan {
-                settings,
-                ranks: value(matches, "ranks").map(|text| ranks(&text)).transpose()?,
-                json: matches.get_flag("json"),
-            }),
-            Asked::Print(text) => Ok(Command::Text(text)),
-        },
-        Some(("parity", matches)) => match training(matches)? {
+        Some(("plan", matches)) => {
+            let ranks = value(matches, "ranks").map(|text| ranks(&text)).transpose()?;
+            match training(matches, &|| ranks.map_or_else(world, Ok))? {
+                Asked::Run(settings) => Ok(Command::Plan { settings, ranks, json: matches.get_flag("json") }),
+                Asked::Print(text) => Ok(Command::Text(text)),
+            }
+        }
+        Some(("parity", matches)) => match training(matches, &world)? {
             Asked::Run(settings) => Ok(Command::Parity {
                 settings,
                 batch: required(matches, "batch").into(),
@@ -153,8 +154,31 @@ enum Asked {
     Print(String),
 }
 
-/// Long names with `_` only, and `--no_flag` as `--flag=false`: every later table has one spelling.
-fn one_spelling(arg: OsString) -> OsString {
+/// Every later table has one spelling: long names with `_` only, `--no_flag` as `--flag=false`, and what begins like a
+/// negative number as the value of the flag before it, which says better than clap that `-5GiB` is no size.
+fn one_spelling(args: Vec<OsString>) -> Vec<OsString> {
+    let mut words: Vec<OsString> = Vec::with_capacity(args.len());
+    for arg in args {
+        let negative = arg.as_encoded_bytes().strip_prefix(b"-").and_then(<[u8]>::first);
+        let negative = negative.is_some_and(|byte| byte.is_ascii_digit() || *byte == b'.');
+        match words.last_mut() {
+            Some(flag) if negative && is_bare_flag(flag) => {
+                flag.push("=");
+                flag.push(arg);
+            }
+            _ => words.push(spelled(arg)),
+        }
+    }
+    words
+}
+
+/// Whether a word is a long flag without a value in it.
+fn is_bare_flag(word: &OsString) -> bool {
+    let bytes = word.as_encoded_bytes();
+    bytes.len() > 2 && bytes.starts_with(b"--") && !bytes.contains(&b'=')
+}
+
+fn spelled(arg: OsString) -> OsString {
     let Some(name) = arg.to_str().and_then(|text| text.strip_prefix("--")) else {
         return arg;
     };
@@ -166,6 +190,8 @@ fn one_spelling(arg: OsString) -> OsString {
     let negated = name.strip_prefix("no_").filter(|name| {
         table::find(name).is_some_and(|flag| flag.kind == Kind::Switch)
             || SHORTHANDS.iter().any(|short| short.names.contains(name))
+            || IGNORED.iter().any(|ignored| ignored.names.contains(name))
+            || ONLY_OFF.iter().any(|(only_off, _)| only_off == name)
     });
     match (negated, value) {
         (Some(name), None) => format!("--{name}=false"),
@@ -175,8 +201,13 @@ fn one_spelling(arg: OsString) -> OsString {
     .into()
 }
 
-/// The settings that `train`, `plan` and `parity` share.
-fn training(matches: &ArgMatches) -> Result<Asked> {
+/// Ranks that the environment names.
+fn world() -> Result<u32> {
+    Ok(World::from_env()?.world)
+}
+
+/// The settings that `train`, `plan` and `parity` share, for as many ranks as `world` says.
+fn training(matches: &ArgMatches, world: &dyn Fn() -> Result<u32>) -> Result<Asked> {
     let mut raw = Raw::default();
     let mut notices = Vec::new();
     for flag in FLAGS {
@@ -196,9 +227,20 @@ fn training(matches: &ArgMatches) -> Result<Asked> {
             }
         }
     }
-    raw.read_config()?;
+    for (name, instead) in ONLY_OFF {
+        if let Some(value) = value(matches, name) {
+            let off = boolean(&value) == Some(false) || value.parse() == Ok(0.0);
+            if !off && !["", "none"].contains(&value.to_ascii_lowercase().as_str()) {
+                return Err(Error::Usage(format!("--{name} {value} is not offered; {instead}")));
+            }
+            notices.push(format!("--{name} {value} is accepted and changes nothing: it is never on"));
+        }
+    }
+    raw.read_files(world, &mut notices)?;
     let settings = Settings::resolve(&raw, notices)?;
     Ok(match matches.get_flag("print_config") {
+        // One copy of what all ranks would say.
+        true if World::from_env()?.rank != 0 => Asked::Print(String::new()),
         true => Asked::Print(raw.print()),
         false => Asked::Run(Box::new(settings)),
     })
@@ -347,7 +389,7 @@ fn training_flags(mut command: clap::Command) -> clap::Command {
     }
     for ignored in IGNORED {
         for (index, name) in ignored.names.iter().enumerate() {
-            let mut arg = boolean_flag(name).hide(true);
+            let mut arg = boolean_flag(name).num_args(0..).hide(true);
             if let (0, Some(letter)) = (index, ignored.short) {
                 arg = arg.short(letter);
             }
@@ -355,6 +397,7 @@ fn training_flags(mut command: clap::Command) -> clap::Command {
         }
     }
     command
+        .args(ONLY_OFF.iter().map(|(name, _)| boolean_flag(name).hide(true)))
         .arg(
             Arg::new("print_config")
                 .long("print_config")
@@ -382,7 +425,7 @@ fn usage(error: &clap::Error) -> Error {
         ErrorKind::UnknownArgument => {
             let typed = context(ContextKind::InvalidArg).unwrap_or_default();
             let name = typed.trim_start_matches('-').split('=').next().unwrap_or_default().replace('-', "_");
-            match table::REFUSED.iter().find(|(refused, _)| *refused == name) {
+            match REFUSED.iter().find(|(refused, _)| *refused == name) {
                 Some((_, why)) => format!("--{name}: {why}"),
                 None if typed.starts_with("--") => {
                     format!("unknown flag {typed}{}", meant(nearest(&name, table::names()), "--"))

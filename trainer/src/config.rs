@@ -1,15 +1,18 @@
 //! The model's shape, as a Hugging Face `config.json` states it.
 //!
-//! Owns the reading of `config.json` (`fields`: what each field may be; [`json`]: strict JSON) and what
-//! follows from the shape alone: the parameter count and the rotary tables. It knows no tensor's name
+//! Owns the reading of `config.json` (`fields`: what each field may be; `rope`: rotary positions and their
+//! tables; [`json`]: strict JSON) and what follows from the shape alone, such as the parameter count. It knows no tensor's name
 //! ([`crate::weights`]) and no training setting ([`crate::settings`]).
 
 mod fields;
 pub mod json;
+mod rope;
 
 use std::path::Path;
 
 use serde_json::Value;
+
+pub use rope::RopeScaling;
 
 use crate::error::{Error, Result};
 
@@ -46,29 +49,6 @@ pub struct ModelConfig {
     pub tie_word_embeddings: bool,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
-}
-
-/// Rotary scaling.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RopeScaling {
-    /// None.
-    Default,
-    /// Positions divided by the factor.
-    Linear {
-        /// ≥ 1
-        factor: f64,
-    },
-    /// Llama 3.1's per-frequency scaling.
-    Llama3 {
-        /// ≥ 1
-        factor: f64,
-        /// Below this many turns over the original length a frequency is divided by the factor.
-        low_freq_factor: f64,
-        /// Above this many turns it is kept.
-        high_freq_factor: f64,
-        /// Length the model was pretrained at.
-        original_max_position_embeddings: u64,
-    },
 }
 
 impl ModelConfig {
@@ -108,21 +88,6 @@ impl ModelConfig {
     /// The shape as a `config.json` that transformers 4 and 5 both read. `dtype` is that of the weights
     /// beside it (`float32`, `bfloat16`, `float16`).
     pub fn to_json(&self, dtype: &str) -> Value {
-        let scaling = match self.rope_scaling {
-            RopeScaling::Default => Value::Null,
-            RopeScaling::Linear { factor } => {
-                serde_json::json!({"rope_type": "linear", "factor": factor})
-            }
-            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
-                serde_json::json!({
-                    "rope_type": "llama3",
-                    "factor": factor,
-                    "low_freq_factor": low_freq_factor,
-                    "high_freq_factor": high_freq_factor,
-                    "original_max_position_embeddings": original_max_position_embeddings,
-                })
-            }
-        };
         serde_json::json!({
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -138,7 +103,7 @@ impl ModelConfig {
             // f32's shortest decimal, so that 1e-5 is not written as 9.999999747378752e-6.
             "rms_norm_eps": self.rms_norm_eps.to_string().parse::<f64>().unwrap_or(f64::from(self.rms_norm_eps)),
             "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
+            "rope_scaling": self.rope_scaling.to_json(),
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "mlp_bias": self.mlp_bias,
@@ -146,50 +111,6 @@ impl ModelConfig {
             "initializer_range": self.initializer_range,
             "torch_dtype": dtype,
         })
-    }
-
-    /// Rotary frequencies, D/2 of them, with scaling applied: f32 operations in the order of transformers'
-    /// `modeling_rope_utils`, the power itself rounded once.
-    pub fn inv_freq(&self) -> Vec<f32> {
-        let dim = self.head_dim as f32;
-        let plain = (0..self.head_dim).step_by(2).map(|i| {
-            let exponent = i as f32 / dim;
-            1.0 / self.rope_theta.powf(f64::from(exponent)) as f32
-        });
-        match self.rope_scaling {
-            RopeScaling::Default => plain.collect(),
-            RopeScaling::Linear { factor } => plain.map(|f| f / factor as f32).collect(),
-            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
-                let (factor, low, high) = (factor as f32, low_freq_factor as f32, high_freq_factor as f32);
-                let original = original_max_position_embeddings as f32;
-                plain
-                    .map(|f| {
-                        let wavelength = std::f32::consts::TAU / f;
-                        if wavelength < original / high {
-                            f
-                        } else if wavelength > original / low {
-                            f / factor
-                        } else {
-                            let smooth = (original / wavelength - low) / (high - low);
-                            (1.0 - smooth) * f / factor + smooth * f
-                        }
-                    })
-                    .collect()
-            }
-        }
-    }
-
-    /// Cosines and sines of every position: `[S, D]`, row = D/2 cosines then D/2 sines. The angle is the
-    /// f32 product that transformers forms; its cosine and sine are rounded once from f64.
-    pub fn rope_table(&self, sequence: usize) -> Vec<f32> {
-        let frequencies = self.inv_freq();
-        let mut table = Vec::with_capacity(sequence * 2 * frequencies.len());
-        for position in 0..sequence {
-            let angle = |f: &f32| f64::from(position as f32 * f);
-            table.extend(frequencies.iter().map(|f| angle(f).cos() as f32));
-            table.extend(frequencies.iter().map(|f| angle(f).sin() as f32));
-        }
-        table
     }
 }
 

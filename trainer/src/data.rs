@@ -24,7 +24,7 @@ pub use text::OnBadRecord;
 pub use tokenizer::Tokenizer;
 pub use tokens::{TokenFile, TokenFormat};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 
 /// What `--data` and its companions ask for.
 #[derive(Clone, Debug)]
@@ -82,10 +82,14 @@ pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) ->
             ids.extend_from_slice(document);
             Ok(())
         })?;
+        if ids.is_empty() {
+            return Err(text::refuse_empty(texts.len(), &notices));
+        }
         notices.push(format!(
-            "{} tokens from {documents} documents in {} files, each document {}",
-            ids.len(),
-            texts.len(),
+            "{} from {} in {}, each document {}",
+            counted(ids.len() as u64, "tokens"),
+            counted(documents, "documents"),
+            counted(texts.len() as u64, "files"),
             tokenizer.framing(spec.bos, spec.eos)
         ));
         PackedRows::from_ids(ids, length)

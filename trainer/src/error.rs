@@ -23,6 +23,12 @@ pub enum Error {
     Kernels(#[from] castor_kernels::Error),
 }
 
+/// A number of things as it is said: "1 rank", "2 ranks". `things` is the plural of a noun that only takes an s.
+pub(crate) fn counted(count: u64, things: &str) -> String {
+    let one = things.strip_suffix('s').filter(|_| count == 1);
+    format!("{count} {}", one.unwrap_or(things))
+}
+
 impl Error {
     /// Exit code of `castor`.
     pub const fn exit_code(&self) -> u8 {

@@ -1,6 +1,6 @@
 //! The learning rate of each step, in the conventions that people compare with.
 //!
-//! Two conventions, named after where they come from; they differ in the first step and in the last.
+//! The conventions are named after where they come from; they differ in the first steps and in the last.
 //! The schedule counts steps, skipped ones included, so that its end is the run's end.
 
 use serde::{Deserialize, Serialize};
@@ -25,6 +25,10 @@ pub enum Convention {
     HuggingFace,
     /// Warm-up `(step+1)/warmup`.
     ColossalAi,
+    /// Warm-up `log(step)/log(warmup)`; the first two rates are 0.
+    DeepSpeedLog,
+    /// Warm-up `(step-1)/warmup`; the first two rates are 0.
+    DeepSpeedLinear,
 }
 
 /// A learning-rate schedule.
@@ -47,15 +51,22 @@ pub struct Schedule {
 impl Schedule {
     /// Rate of step `step`, counted from 0.
     pub fn at(&self, step: u64) -> f64 {
-        if step < self.warmup {
-            let reached = match self.convention {
-                Convention::HuggingFace => step,
-                Convention::ColossalAi => step + 1,
+        let deep_speed = matches!(self.convention, Convention::DeepSpeedLog | Convention::DeepSpeedLinear);
+        // DeepSpeed counts a step when it is over, and does not warm up in fewer than two.
+        let warmup = if deep_speed { self.warmup.max(2) } else { self.warmup };
+        let counted = if deep_speed { step.saturating_sub(1) } else { step };
+        if counted < warmup {
+            let part = match self.convention {
+                Convention::HuggingFace | Convention::DeepSpeedLinear => counted as f64 / warmup as f64,
+                Convention::ColossalAi => (counted + 1) as f64 / warmup as f64,
+                Convention::DeepSpeedLog => ((counted + 1) as f64).ln() / (warmup as f64).ln(),
             };
-            return self.base * (reached as f64 / self.warmup as f64);
+            return self.base * part;
         }
-        let span = self.total.saturating_sub(self.warmup).max(1) as f64;
-        let progress = ((step - self.warmup) as f64 / span).min(1.0);
+        let span = self.total.saturating_sub(warmup).max(1) as f64;
+        // Its cosine, unlike its line, has gone a step further.
+        let counted = if self.decay == Decay::Cosine { step } else { counted };
+        let progress = ((counted - warmup) as f64 / span).min(1.0);
         let left = match self.decay {
             Decay::Constant => return self.base,
             Decay::Linear => 1.0 - progress,
@@ -111,6 +122,23 @@ mod tests {
         close(schedule.at(6), 3e-4 * 0.55);
         close(schedule.at(10), 3e-5);
         close(schedule.at(1000), 3e-5);
+    }
+
+    /// By the rules of DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, whose iteration is the step before.
+    #[test]
+    fn deep_speed_counts_a_step_when_it_is_over() {
+        let log = Schedule { convention: Convention::DeepSpeedLog, decay: Decay::Constant, ..cosine(1.0, 8, 100) };
+        for (step, expected) in [(0, 0.0), (1, 0.0), (2, 1.0 / 3.0), (4, 2.0 / 3.0), (8, 1.0), (9, 1.0), (99, 1.0)] {
+            close(log.at(step), expected);
+        }
+        let line = Schedule { convention: Convention::DeepSpeedLinear, decay: Decay::Linear, ..cosine(1.0, 4, 12) };
+        for (step, expected) in [(0, 0.0), (1, 0.0), (2, 0.25), (4, 0.75), (5, 1.0), (9, 0.5), (13, 0.0)] {
+            close(line.at(step), expected);
+        }
+        let cos = Schedule { decay: Decay::Cosine, min_ratio: 1e-4, ..line };
+        for (step, expected) in [(4, 0.75), (5, 1e-4 + 0.9999 * 0.961_939_766), (8, 0.500_05), (12, 1e-4)] {
+            close(cos.at(step), expected);
+        }
     }
 
     #[test]

@@ -98,23 +98,35 @@ pub struct Report {
     pub grad_norm: f64,
     /// Tokens that count.
     pub tokens: u64,
-    /// By name: ‖result − expected‖ / ‖expected‖.
-    pub errors: BTreeMap<String, f64>,
+    /// What was compared, if anything was expected.
+    pub comparison: Option<Comparison>,
     /// Largest error that passes.
     pub tolerance: f64,
 }
 
+/// Results held against a file.
+#[derive(Clone, Debug, Default)]
+pub struct Comparison {
+    /// By name: ‖result − expected‖ / ‖expected‖.
+    pub errors: BTreeMap<String, f64>,
+    /// Tensors of the file that are none of the results, and so were not compared.
+    pub unknown: Vec<String>,
+}
+
 impl Report {
+    /// ‖result − expected‖ / ‖expected‖ of what was compared.
+    pub fn errors(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.comparison.iter().flat_map(|held| &held.errors).map(|(name, error)| (name.as_str(), *error))
+    }
+
     /// The tensor that is farthest off.
     pub fn worst(&self) -> Option<(&str, f64)> {
-        let by_error = |a: &(&String, &f64), b: &(&String, &f64)| a.1.total_cmp(b.1);
-        let worst = self.errors.iter().max_by(by_error)?;
-        Some((worst.0, *worst.1))
+        self.errors().max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
     /// Whether every tensor is within the tolerance.
     pub fn passed(&self) -> bool {
-        self.errors.values().all(|error| *error <= self.tolerance)
+        self.errors().all(|(_, error)| error <= self.tolerance)
     }
 }
 
@@ -123,9 +135,16 @@ impl fmt::Display for Report {
         writeln!(f, "tokens    {}", self.tokens)?;
         writeln!(f, "loss      {:.7}", self.loss)?;
         writeln!(f, "grad_norm {:.7}", self.grad_norm)?;
-        for (name, error) in &self.errors {
-            let verdict = if *error <= self.tolerance { "ok" } else { "BEYOND" };
+        for (name, error) in self.errors() {
+            let verdict = if error <= self.tolerance { "ok" } else { "BEYOND" };
             writeln!(f, "{error:9.2e} {verdict:6} {name}")?;
+        }
+        if let Some(Comparison { errors, unknown }) = &self.comparison {
+            write!(f, "compared  {} of {} tensors", errors.len(), errors.len() + unknown.len())?;
+            match unknown.as_slice() {
+                [] => writeln!(f)?,
+                unknown => writeln!(f, "; no results here are called {}", unknown.join(", "))?,
+            }
         }
         if let Some((name, error)) = self.worst() {
             writeln!(f, "worst     {error:.2e} in {name} (tolerance {:.1e})", self.tolerance)?;
@@ -158,11 +177,11 @@ pub fn run(
         loss: f64::from(results.tensors["loss"].1[0]),
         grad_norm: f64::from(results.tensors["grad_norm"].1[0]),
         tokens: counted,
-        errors: BTreeMap::new(),
+        comparison: None,
         tolerance,
     };
     if let Some(path) = expect {
-        report.errors = results.compare(path)?;
+        report.comparison = Some(results.compare(path)?);
     }
     if let Some(path) = out {
         results.write(path)?;
@@ -214,24 +233,29 @@ impl Results {
     ///
     /// # Errors
     /// If the file cannot be read, or a tensor has another shape, or there is nothing to compare.
-    pub fn compare(&self, path: &Path) -> Result<BTreeMap<String, f64>> {
+    pub fn compare(&self, path: &Path) -> Result<Comparison> {
         let bytes = read_file(path)?;
         let file = parse(path, &bytes)?;
-        let mut errors = BTreeMap::new();
+        let mut held = Comparison::default();
         for (name, (shape, values)) in &self.tensors {
             let Ok(expected) = file.tensor(name) else {
                 continue;
             };
-            if expected.shape() != shape {
+            // PyTorch's scalars have no dimension.
+            let is_scalar = expected.shape().is_empty() && *shape == [1];
+            if expected.shape() != shape && !is_scalar {
                 return Err(wrong(path, format!("{name} has shape {:?}; the model's is {shape:?}", expected.shape())));
             }
             let expected = floats(path, name, &expected)?;
-            errors.insert(name.clone(), relative_error(values, &expected));
+            held.errors.insert(name.clone(), relative_error(values, &expected));
         }
-        if errors.is_empty() {
+        if held.errors.is_empty() {
             return Err(wrong(path, "holds none of logits, loss, grad_norm, grad.<tensor name>".into()));
         }
-        Ok(errors)
+        held.unknown =
+            file.names().into_iter().filter(|name| !self.tensors.contains_key(*name)).map(str::to_string).collect();
+        held.unknown.sort_unstable();
+        Ok(held)
     }
 
     /// Writes all tensors.

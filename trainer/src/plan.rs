@@ -2,7 +2,7 @@
 
 use crate::account;
 use crate::blueprint::Blueprint;
-use crate::error::Result;
+use crate::error::{Result, counted};
 use crate::estimate::Estimate;
 use crate::rates::Rates;
 use crate::rendezvous::World;
@@ -38,10 +38,11 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
         println!("{}", as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters));
         return Ok(());
     }
-    for notice in notices.iter().chain(&hardware.notices) {
+    for notice in settings.notices.iter().chain(&notices).chain(&hardware.notices) {
         eprintln!("castor: {notice}");
     }
-    println!("{parameters} parameters on {world} ranks, {} chunks", blueprint.layout().chunk_ids().count());
+    let chunks = counted(blueprint.layout().chunk_ids().count() as u64, "chunks");
+    println!("{parameters} parameters on {}, {chunks}", counted(world.into(), "ranks"));
     print!("{}", account::plan_lines(&plan, blueprint.layout(), &plan.predicted.ledger));
     for (role, tiers) in by_role(&blueprint, &plan) {
         let tiers: Vec<String> = tiers.iter().map(|(tier, bytes)| format!("{tier} {}", Bytes(*bytes))).collect();

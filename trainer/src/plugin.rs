@@ -57,6 +57,7 @@ const ZERO3: Sharding = Sharding { parameters: true, ..ZERO2 };
 pub const PRESETS: &[Preset] = &[
     preset("ddp", &["no_shard"], NONE, Placement::Device, "nothing sharded, all on the device"),
     preset("zero1", &[], ZERO1, Placement::Device, "optimizer states sharded"),
+    preset("zero1_offload", &["zero1_cpu"], ZERO1, Placement::OptimizerOnHost, "zero1, optimizer states on the host"),
     preset("zero2", &["shard_grad_op"], ZERO2, Placement::Device, "and gradients sharded"),
     preset("zero3", &["fsdp", "full_shard"], ZERO3, Placement::Device, "and parameters sharded"),
     preset(
@@ -110,37 +111,6 @@ pub fn find(name: &str) -> Result<Preset> {
         })
 }
 
-/// The preset that Hugging Face's `--fsdp "…"` words ask for.
-///
-/// # Errors
-/// [`Error::Usage`] naming the word that is not known or not offered.
-pub fn from_fsdp(words: &str) -> Result<Preset> {
-    let (mut base, mut offload) = (None, "");
-    for word in words.split([' ', ',']).filter(|word| !word.is_empty()) {
-        match word {
-            "full_shard" | "shard_grad_op" | "no_shard" => base = Some(word),
-            "offload" => offload = "_offload",
-            // Blocks are always wrapped one by one here.
-            "auto_wrap" => {}
-            _ => {
-                return Err(Error::Usage(format!(
-                    "--fsdp \"{words}\": {word} is not known; full_shard, shard_grad_op, no_shard, offload and \
-                     auto_wrap are"
-                )));
-            }
-        }
-    }
-    match base {
-        Some("no_shard") if !offload.is_empty() => {
-            Err(Error::Usage(format!("--fsdp \"{words}\": offload needs full_shard or shard_grad_op")))
-        }
-        Some(base) => find(&format!("{base}{offload}")),
-        None => Err(Error::Usage(format!(
-            "--fsdp \"{words}\" names no sharding; add full_shard, shard_grad_op or no_shard"
-        ))),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -156,13 +126,5 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), count, "a name is given twice");
-    }
-
-    #[test]
-    fn fsdp_words() {
-        assert_eq!(from_fsdp("full_shard auto_wrap").unwrap().name, "zero3");
-        assert_eq!(from_fsdp("shard_grad_op offload").unwrap().name, "zero2_offload");
-        assert!(from_fsdp("hybrid_shard").unwrap_err().to_string().contains("hybrid_shard"));
-        assert!(from_fsdp("auto_wrap").is_err());
     }
 }

@@ -91,7 +91,7 @@ pub fn backend(settings: &Settings, world: &World) -> Result<(Arc<dyn Backend>, 
     let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {
         (BackendKind::Cpu, _) => Arc::new(cpu(settings, world, link)?),
         (BackendKind::Auto, Err(reason)) => {
-            notices.push(format!("no CUDA device, training on the CPU: {reason}"));
+            notices.push(format!("no CUDA device, so the CPU computes: {reason}"));
             Arc::new(cpu(settings, world, link)?)
         }
         (BackendKind::Cuda, Err(reason)) => {
@@ -106,7 +106,7 @@ fn cuda(settings: &Settings, world: &World, devices: usize, link: Option<Link>) 
     let ordinal = world.local_rank as usize;
     if ordinal >= devices {
         return Err(Error::Usage(format!(
-            "local rank {ordinal} has no GPU: this host has {devices}; start at most {devices} ranks here"
+            "local rank {ordinal} has no GPU: this host has {devices}; start at most as many ranks here"
         )));
     }
     let options = castor_kernels::cuda::CudaOptions {
@@ -242,6 +242,8 @@ pub fn options(
             convention: match schedule.convention {
                 LrConvention::HuggingFace => Convention::HuggingFace,
                 LrConvention::ColossalAi => Convention::ColossalAi,
+                LrConvention::DeepSpeedLog => Convention::DeepSpeedLog,
+                LrConvention::DeepSpeedLinear => Convention::DeepSpeedLinear,
             },
             min_ratio: schedule.min_lr_ratio,
             warmup: schedule.warmup.steps(steps),

@@ -1,11 +1,15 @@
 //! What a run is asked to do, resolved and typed: flag over TOML over default, every value checked.
 //!
-//! Owns the table of flags (`table`), their text with origins (`raw`), the forms of values ([`Budget`],
-//! [`Every`]) and [`Settings`]. It measures nothing: budgets stay symbolic until someone who knows the machine
+//! Owns the table of flags (`table`), their text with origins (`raw`), what other trainers' files and words mean here
+//! (`deepspeed`, `fsdp`, `strategies`, `elsewhere`), the forms of values ([`Budget`], [`Every`]) and [`Settings`]. It measures nothing: budgets stay symbolic until someone who knows the machine
 //! resolves them ([`Budget::bytes`]), steps until someone knows the number of rows.
 
+mod deepspeed;
+pub(crate) mod elsewhere;
+mod fsdp;
 pub(crate) mod raw;
 mod resolve;
+mod strategies;
 pub(crate) mod table;
 mod values;
 
@@ -140,6 +144,10 @@ pub enum LrConvention {
     HuggingFace,
     /// (step + 1) / warm-up.
     ColossalAi,
+    /// DeepSpeed's: 0 for two updates, then log(step) / log(warm-up).
+    DeepSpeedLog,
+    /// DeepSpeed's: 0 for two updates, then (step - 1) / warm-up.
+    DeepSpeedLinear,
 }
 
 /// Number formats.
@@ -305,6 +313,16 @@ impl Settings {
     /// Updates of the run over the rows that `sampler` deals.
     pub fn total_steps(&self, sampler: &Sampler) -> u64 {
         self.max_steps.unwrap_or_else(|| sampler.steps(self.num_epochs))
+    }
+
+    /// The same settings where an epoch has `steps` updates: what happens at the end of each epoch happens every so many.
+    pub fn with_epochs_of(&self, steps: u64) -> Settings {
+        let mut settings = self.clone();
+        let output = &mut settings.output;
+        for every in [&mut output.save, &mut output.logging, &mut output.eval] {
+            *every = every.with_epochs_of(steps);
+        }
+        settings
     }
 
     /// The model's shape, from `--model DIR/config.json` or the given `config.json`, with notices.

@@ -45,6 +45,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         settings.batch_size,
         settings.gradient_accumulation_steps,
     );
+    let settings = &settings.with_epochs_of(sampler.steps_per_epoch());
     let steps = settings.max_steps.unwrap_or_else(|| sampler.steps(settings.num_epochs));
     if steps == 0 {
         return Err(Error::Usage("--max_steps 0 asks for no training; give at least 1".into()));
@@ -209,7 +210,7 @@ impl Run<'_> {
         let logging = match self.settings.output.logging {
             crate::settings::Every::Steps(steps) => steps,
             crate::settings::Every::Fraction(part) => ((self.steps as f64 * part).ceil() as u64).max(1),
-            crate::settings::Every::Never => self.steps,
+            crate::settings::Every::Never | crate::settings::Every::Epoch => self.steps,
         };
         let shown = progress::Budgets { device: budgets.device, host: budgets.host, nvme: budgets.nvme };
         self.progress = Progress::start(self.steps, self.begun, logging, shown);

@@ -85,6 +85,8 @@ pub struct StatefulTensorMgr {
     transfer: Transfer,
     ledger: Ledger,
     collector: MemStatsCollector,
+    /// For each pass the ticks that use a working copy, ascending: all that prefetch has to look at.
+    streamed: [Vec<u32>; Pass::ALL.len()],
     pass: Pass,
     /// Passes since the window was last emptied.
     warm_passes: u64,
@@ -149,7 +151,7 @@ impl StatefulTensorMgr {
         }
         let counter = |(link, _)| metrics::counter!("castor_moved_bytes_total", "link" => link);
         let moved = (backend.device().backend != "dry").then(|| Traffic::default().links().map(counter));
-        Ok(StatefulTensorMgr {
+        let mut manager = StatefulTensorMgr {
             transfer: Transfer::new(backend.clone()),
             backend,
             layout,
@@ -160,6 +162,7 @@ impl StatefulTensorMgr {
             staging: Region::new(staging, FILE_GRANULE),
             ledger,
             collector: MemStatsCollector::default(),
+            streamed: Default::default(),
             pass: Pass::Train,
             warm_passes: 0,
             tick: None,
@@ -172,7 +175,9 @@ impl StatefulTensorMgr {
             departures_before: 0,
             demand_fetches: 0,
             moved,
-        })
+        };
+        manager.streamed = Pass::ALL.map(|pass| manager.streamed_ticks(pass));
+        Ok(manager)
     }
 
     /// The hardware, for operators.

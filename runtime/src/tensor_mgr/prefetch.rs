@@ -3,7 +3,7 @@
 use super::StatefulTensorMgr;
 use crate::error::Result;
 use crate::fence::Fence;
-use crate::schedule::{Access, in_place};
+use crate::schedule::{Access, Pass, ScheduledTick, in_place};
 use crate::units::{ChunkId, Tick};
 use castor_kernels::{Span, Tier};
 
@@ -19,8 +19,11 @@ impl StatefulTensorMgr {
         let pass = self.pass.index();
         let length = self.plan.schedules[pass].len();
         let (mut ahead_bytes, mut to_produce) = (0, 0);
-        for ahead in 0..length {
-            let tick = (now.index() + ahead) % length;
+        let first = self.streamed[pass].partition_point(|tick| (*tick as usize) < now.index());
+        for index in 0..self.streamed[pass].len() {
+            let ticks = &self.streamed[pass];
+            let tick = ticks[(first + index) % ticks.len()] as usize;
+            let ahead = (tick + length - now.index()) % length;
             for index in 0..self.plan.schedules[pass].ticks[tick].uses.len() {
                 let used = self.plan.schedules[pass].ticks[tick].uses[index];
                 let Some(bytes) = self.copy_bytes(used.chunk, used.access) else { continue };
@@ -63,6 +66,13 @@ impl StatefulTensorMgr {
             }
         }
         Ok(())
+    }
+
+    /// The ticks of a pass that use a working copy.
+    pub(super) fn streamed_ticks(&self, pass: Pass) -> Vec<u32> {
+        let ticks = &self.plan.schedules[pass.index()].ticks;
+        let streams = |tick: &ScheduledTick| tick.uses.iter().any(|u| self.copy_bytes(u.chunk, u.access).is_some());
+        (0u32..).zip(ticks).filter(|(_, tick)| streams(tick)).map(|(index, _)| index).collect()
     }
 
     /// Bytes of the working copy that a use needs; `None` if it is in place.

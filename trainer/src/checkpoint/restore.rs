@@ -6,7 +6,7 @@ use super::rank_file::{self, RankFiles};
 use super::{agree, folder, share};
 use crate::config::ModelConfig;
 use crate::engine::{Engine, Progress};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::model::{Shape, groups};
 use crate::settings::Resume;
 use castor_kernels::Backend;
@@ -173,7 +173,8 @@ pub fn find(
     notices.push(format!("going on after step {} from {}", checkpoint.progress().step, checkpoint.folder.display()));
     let (then, now) = (checkpoint.world(), backend.world());
     if then != u64::from(now) {
-        notices.push(format!("it was written by {then} ranks and is read by {now}: sums round otherwise from here on"));
+        let then = counted(then, "ranks");
+        notices.push(format!("it was written by {then} and is read by {now}: sums round otherwise from here on"));
     }
     Ok((Some(checkpoint), notices))
 }

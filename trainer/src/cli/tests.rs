@@ -49,10 +49,10 @@ fn published_hugging_face_commands() {
     assert_eq!((settings.schedule.kind, settings.schedule.lr), (ScheduleKind::Cosine, 2e-5));
     assert_eq!((settings.memory.recompute, settings.output.save_total_limit), (Recompute::Full, Some(1)));
     assert_eq!((settings.max_length, settings.tokenizer.as_str()), (2048, "t"));
-    assert_eq!(settings.notices.len(), 5, "{:?}", settings.notices);
+    assert_eq!(settings.notices.len(), 3, "{:?}", settings.notices);
 
-    let fsdp = train(&format!("{base} --fsdp \"full_shard auto_wrap\" --fsdp_config ./02_fsdp/fsdp.json"));
-    assert_eq!(fsdp.memory.plugin.name, "zero3");
+    assert_eq!(train(&format!("{base} --fsdp \"full_shard auto_wrap\"")).memory.plugin.name, "zero3");
+    assert_eq!(train(&format!("{base} --fsdp shard_grad_op offload")).memory.plugin.name, "zero2_offload");
     assert!(train(&format!("{base} --flash_attn")).memory.flash_attention);
     let sophia = train("--bf16 --enable_sophia --warmup_steps 2 --warmup_ratio 0.05 --model_config_path c.json");
     assert_eq!(sophia.optimizer.kind, OptimizerKind::Sophia);
@@ -61,7 +61,10 @@ fn published_hugging_face_commands() {
     let dashed = train("--per-device-train-batch-size=3 --fp16 False --no-flash-attention --shuffle no --max-steps -1");
     assert_eq!((dashed.batch_size, dashed.precision.compute), (3, Precision::Fp32));
     assert!(!dashed.memory.flash_attention && dashed.max_steps.is_none());
-    refused("train --deepspeed ds.json", "--plugin zero1");
+    let negated = train("--no_logging_nan_inf_filter --no-dataloader-pin-memory --no_load_best_model_at_end");
+    assert_eq!(negated.notices.len(), 3, "{:?}", negated.notices);
+    refused("train --deepspeed ds.json", "--deepspeed ds.json: cannot be read");
+    refused("train --tp 2", "tensor parallelism is not offered");
 }
 
 #[test]
@@ -111,6 +114,8 @@ fn mistakes_are_one_sentence_with_what_was_meant() {
     refused("train --fp16 --bf16", "fp16 and bf16 at once");
     refused("train --fp16 maybe", "--fp16 is maybe");
     refused("train --lr", "--lr");
+    refused("train --device_memory -5GiB", "--device_memory is -5GiB; auto, a size such as 80GiB");
+    refused("train --lr -1e-4", "--lr is -1e-4; a number above 0");
     refused("train --config nowhere.toml", "nowhere.toml: cannot be read");
     refused("train --config a.json --model_config b.json", "both name");
     refused("doctor --backend tpu", "--backend");

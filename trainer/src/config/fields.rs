@@ -5,9 +5,10 @@
 
 use serde_json::{Map, Value};
 
-use super::{ModelConfig, RopeScaling};
+use super::ModelConfig;
 
-type Outcome<T> = std::result::Result<T, String>;
+/// Errors are clauses; the caller adds the path.
+pub(super) type Outcome<T> = std::result::Result<T, String>;
 
 /// No count in a model's shape comes near this; larger values are typing errors that would overflow sizes.
 const COUNT_MAX: u64 = 1 << 31;
@@ -52,9 +53,9 @@ const KNOWN: &[&str] = &[
 
 /// A JSON object with the checks that its fields need.
 pub(super) struct Fields<'a> {
-    map: &'a Map<String, Value>,
+    pub(super) map: &'a Map<String, Value>,
     /// Prefix of field names in messages, e.g. "rope_scaling.".
-    inside: &'static str,
+    pub(super) inside: &'static str,
 }
 
 impl<'a> Fields<'a> {
@@ -78,7 +79,8 @@ impl<'a> Fields<'a> {
             ));
         }
         self.notes(notices)?;
-        let (rope_theta, rope_scaling) = self.rope(notices)?;
+        let max_position_embeddings = self.count("max_position_embeddings", Some(2048))?;
+        let (rope_theta, rope_scaling) = self.rope(max_position_embeddings, notices)?;
         let config = ModelConfig {
             vocab_size: self.count("vocab_size", None)?,
             hidden_size,
@@ -90,7 +92,7 @@ impl<'a> Fields<'a> {
             rms_norm_eps: self.positive("rms_norm_eps", Some(1e-6))? as f32,
             rope_theta,
             rope_scaling,
-            max_position_embeddings: self.count("max_position_embeddings", Some(2048))?,
+            max_position_embeddings,
             attention_bias: self.boolean("attention_bias", false)?,
             mlp_bias: self.boolean("mlp_bias", false)?,
             tie_word_embeddings: self.boolean("tie_word_embeddings", false)?,
@@ -171,87 +173,6 @@ impl<'a> Fields<'a> {
         Ok(head_dim)
     }
 
-    /// θ and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
-    fn rope(&self, notices: &mut Vec<String>) -> Outcome<(f64, RopeScaling)> {
-        let outer = self.positive("rope_theta", Some(10_000.0))?;
-        let new = self.object("rope_parameters")?;
-        let old = self.object("rope_scaling")?;
-        let Some(parameters) = &new else {
-            return Ok((outer, old.map_or(Ok(RopeScaling::Default), |o| o.scaling(notices))?));
-        };
-        if let Some((kind, _)) = parameters.map.iter().find(|(_, v)| v.is_object()) {
-            return Err(format!(
-                "rope_parameters.{kind} is an object: a rotary embedding per kind of layer is not \
-                 implemented"
-            ));
-        }
-        let theta = parameters.positive("rope_theta", Some(outer))?;
-        if self.map.contains_key("rope_theta") && theta != outer {
-            notices.push(format!("rope_theta is {outer} and rope_parameters.rope_theta is {theta}; {theta} is used"));
-        }
-        let scaling = parameters.scaling(notices)?;
-        if let Some(old) = old
-            && old.scaling(&mut Vec::new())? != scaling
-        {
-            return Err("rope_scaling and rope_parameters ask for different scalings; keep one".into());
-        }
-        Ok((theta, scaling))
-    }
-
-    fn scaling(&self, notices: &mut Vec<String>) -> Outcome<RopeScaling> {
-        let name = match (self.map.get("rope_type"), self.map.get("type")) {
-            (None, None) if self.map.keys().all(|key| key == "rope_theta") => {
-                return Ok(RopeScaling::Default);
-            }
-            (None, None) => {
-                return Err(format!("{}rope_type is missing", self.inside));
-            }
-            (Some(new), Some(old)) if new != old => {
-                notices.push(format!("{0}rope_type is {new} and {0}type is {old}; {new} is used", self.inside));
-                new
-            }
-            (Some(name), _) | (None, Some(name)) => name,
-        };
-        let factor = || match self.positive("factor", None)? {
-            factor if factor < 1.0 => {
-                Err(format!("{}factor is {factor}; it stretches positions and must be at least 1", self.inside))
-            }
-            factor => Ok(factor),
-        };
-        match name.as_str() {
-            Some("default") => Ok(RopeScaling::Default),
-            Some("linear") => Ok(RopeScaling::Linear { factor: factor()? }),
-            Some("llama3") => {
-                const NEEDED: [&str; 4] =
-                    ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
-                let missing: Vec<_> = NEEDED.into_iter().filter(|key| !self.map.contains_key(*key)).collect();
-                if !missing.is_empty() {
-                    return Err(format!(
-                        "{}rope_type \"llama3\" needs {}, which the file does not give",
-                        self.inside,
-                        missing.join(", ")
-                    ));
-                }
-                let low_freq_factor = self.positive("low_freq_factor", None)?;
-                let high_freq_factor = self.positive("high_freq_factor", None)?;
-                if high_freq_factor <= low_freq_factor {
-                    return Err(format!(
-                        "{}high_freq_factor is {high_freq_factor}; it must be above \
-                         low_freq_factor {low_freq_factor}",
-                        self.inside
-                    ));
-                }
-                Ok(RopeScaling::Llama3 {
-                    factor: factor()?,
-                    low_freq_factor,
-                    high_freq_factor,
-                    original_max_position_embeddings: self.count("original_max_position_embeddings", None)?,
-                })
-            }
-            _ => Err(format!("{}rope_type is {name}; default, linear and llama3 are implemented", self.inside)),
-        }
-    }
-
     fn notes(&self, notices: &mut Vec<String>) -> Outcome<()> {
         for key in ["torch_dtype", "dtype"] {
             match self.map.get(key) {
@@ -299,8 +220,13 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
+    /// Whether a field is there and not null.
+    pub(super) fn is_set(&self, key: &str) -> bool {
+        self.map.get(key).is_some_and(|value| !value.is_null())
+    }
+
     /// A whole number ≥ 1; absent or null gives the default.
-    fn count(&self, key: &str, default: Option<u64>) -> Outcome<u64> {
+    pub(super) fn count(&self, key: &str, default: Option<u64>) -> Outcome<u64> {
         let value = match self.map.get(key) {
             None | Some(Value::Null) => {
                 return default.ok_or_else(|| format!("{}{key} is missing", self.inside));
@@ -314,7 +240,7 @@ impl<'a> Fields<'a> {
     }
 
     /// A number > 0; only absence gives the default, null is refused.
-    fn positive(&self, key: &str, default: Option<f64>) -> Outcome<f64> {
+    pub(super) fn positive(&self, key: &str, default: Option<f64>) -> Outcome<f64> {
         let Some(value) = self.map.get(key) else {
             return default.ok_or_else(|| format!("{}{key} is missing", self.inside));
         };
@@ -334,7 +260,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn boolean(&self, key: &str, default: bool) -> Outcome<bool> {
+    pub(super) fn boolean(&self, key: &str, default: bool) -> Outcome<bool> {
         match self.map.get(key) {
             None | Some(Value::Null) => Ok(default),
             Some(Value::Bool(value)) => Ok(*value),
@@ -342,7 +268,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn object(&self, key: &'static str) -> Outcome<Option<Fields<'a>>> {
+    pub(super) fn object(&self, key: &'static str) -> Outcome<Option<Fields<'a>>> {
         match self.map.get(key) {
             None | Some(Value::Null) => Ok(None),
             Some(Value::Object(map)) => Ok(Some(Fields {

@@ -56,7 +56,7 @@ fn every_shared_case_is_decided() {
         ("odd_head_dim", Err(&["head_dim is 13", "even"])),
         ("pad_97", Ok("pad_token_id is 97")),
         ("rope_parameters", Ok("")),
-        ("rs_dynamic", Err(&["rope_type is \"dynamic\""])),
+        ("rs_dynamic", Ok("")),
         ("rs_factor_.5", Err(&["factor is 0.5", "at least 1"])),
         ("rs_linear_old", Ok("")),
         ("rs_llama3_missing", Err(&["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])),
@@ -80,7 +80,7 @@ fn every_shared_case_is_decided() {
                 let seen = &observed["5.24.0"][name];
                 if let Some(parameters) = seen["params"].as_u64() {
                     assert_eq!(config.parameters(), parameters, "{name}");
-                    for (ours, theirs) in config.inv_freq().iter().zip(seen["inv_freq"].as_array().unwrap()) {
+                    for (ours, theirs) in config.inv_freq(64).iter().zip(seen["inv_freq"].as_array().unwrap()) {
                         // The file gives six decimals.
                         assert!((f64::from(*ours) - theirs.as_f64().unwrap()).abs() < 6e-7, "{name}");
                     }
@@ -104,7 +104,9 @@ fn fields_that_no_shared_case_holds() {
     refused(r#""num_key_value_heads":8"#, &["num_key_value_heads is 8"]);
     refused(r#""rms_norm_eps":"1e-5""#, &["rms_norm_eps is \"1e-5\""]);
     refused(r#""attention_dropout":0.1"#, &["attention_dropout is 0.1"]);
-    refused(r#""rope_scaling":{"rope_type":"yarn","factor":4}"#, &["\"yarn\""]);
+    refused(r#""rope_scaling":{"rope_type":"longrope","factor":4}"#, &["\"longrope\"", "yarn"]);
+    refused(r#""rope_scaling":{"rope_type":"yarn"}"#, &["rope_scaling.factor is missing"]);
+    refused(r#""rope_scaling":{"rope_type":"yarn","factor":4,"beta_fast":1}"#, &["beta_fast is 1", "above"]);
     refused(r#""attention_bias":"yes""#, &["attention_bias is \"yes\""]);
     refused(r#""quantization_config":{"bits":4}"#, &["quantization_config"]);
     refused(r#""torch_dtype":"int3""#, &["torch_dtype is \"int3\""]);
@@ -213,7 +215,7 @@ fn the_shapes_in_configs_are_the_known_models() {
 
 /// Frequencies that transformers gives, relative error at f32's resolution.
 fn close(config: &ModelConfig, expected: &[(usize, f64)]) {
-    let frequencies = config.inv_freq();
+    let frequencies = config.inv_freq(0);
     for (index, value) in expected {
         let error = (f64::from(frequencies[*index]) / value - 1.0).abs();
         assert!(error < 2e-7, "{index}: {} is not {value}", frequencies[*index]);
@@ -251,6 +253,66 @@ fn rotary_frequencies_are_those_of_transformers() {
     assert_eq!(table.len(), 3 * 2 * half);
     assert!(table[..half].iter().all(|cos| *cos == 1.0) && table[half..2 * half].iter().all(|s| *s == 0.0));
     assert_eq!(table[4 * half], 2f64.cos() as f32);
+}
+
+/// Values of the formulas of YaRN and of dynamic scaling in f64, written out apart from this code.
+#[test]
+fn yarn_and_dynamic_scaling() {
+    let yarn = |more: &str| format!(r#""rope_scaling":{{"rope_type":"yarn","factor":4{more}}}"#);
+    let (tiny_model, notices) = tiny(&yarn("")).unwrap();
+    assert!(notices.is_empty(), "{notices:?}");
+    let long = ModelConfig { head_dim: 128, ..tiny_model.clone() };
+    let RopeScaling::Yarn { attention_factor, .. } = long.rope_scaling else { panic!("{long:?}") };
+    assert!((attention_factor - 1.138_629_4).abs() < 1e-7);
+    let scaling = |original, truncate| RopeScaling::Yarn {
+        factor: 4.0,
+        original_max_position_embeddings: original,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor,
+        truncate,
+    };
+    let long = ModelConfig { rope_scaling: scaling(4096, true), ..long };
+    close(
+        &long,
+        &[
+            (0, 1.0),
+            (1, 0.865_964_323),
+            (20, 0.056_234_132_5),
+            (21, 0.047_292_038_5),
+            (33, 0.005_412_277_02),
+            (45, 4.294_025_89e-4),
+            (46, 3.333_803_58e-4),
+            (63, 2.886_954_96e-5),
+        ],
+    );
+    let short = ModelConfig { rope_scaling: scaling(64, false), ..tiny_model };
+    close(&short, &[(0, 1.0), (1, 0.108_576_68), (2, 0.011_603_972_1), (5, 1.160_397_21e-4)]);
+    let table = long.rope_table(2);
+    let factor = attention_factor as f32;
+    assert!(table[..64].iter().all(|cos| *cos == factor) && table[64..128].iter().all(|sin| *sin == 0.0));
+    assert_eq!(table[128], 1f64.cos() as f32 * factor);
+
+    let (factor_of, said) =
+        tiny(&format!("{},\"max_position_embeddings\":64", yarn(",\"original_max_position_embeddings\":32"))).unwrap();
+    assert!(
+        matches!(factor_of.rope_scaling, RopeScaling::Yarn { factor: 4.0, .. }) && said[0].contains("is 2; 4 is used"),
+        "{said:?}"
+    );
+    let explicit = tiny(&yarn(r#","attention_factor":1.5,"beta_slow":null"#)).unwrap().0.rope_scaling;
+    assert!(matches!(explicit, RopeScaling::Yarn { attention_factor: 1.5, beta_slow: 1.0, .. }), "{explicit:?}");
+
+    let (dynamic, _) = tiny(r#""rope_scaling":{"type":"dynamic","factor":4},"max_position_embeddings":64"#).unwrap();
+    let plain = ModelConfig { rope_scaling: RopeScaling::Default, ..dynamic.clone() };
+    assert_eq!(dynamic.rope_table(64), plain.rope_table(64), "as long as the model was made for");
+    for (index, value) in [(0, 1.0), (1, 0.128_986_62), (3, 0.002_146_021_1), (5, 3.570_452_95e-5)] {
+        // The exponent is f32, as in transformers: half its last place times ln θ.
+        assert!((f64::from(dynamic.inv_freq(256)[index]) / value - 1.0).abs() < 5e-7, "{index}");
+    }
+    for config in [dynamic, long, factor_of] {
+        let (again, _) = read(&config.to_json("bfloat16").to_string()).unwrap();
+        assert_eq!(again, config);
+    }
 }
 
 #[test]

@@ -60,7 +60,7 @@ pub fn pack(spec: &DataSpec, tokenizer: &Tokenizer, folder: &Path) -> Result<Pac
         })?;
         let stated = u32::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| {
             Error::Usage(match count {
-                0 => "the data is empty: no token was found".into(),
+                0 => return text::refuse_empty(inputs.len(), &notices),
                 _ => format!("{count} tokens are more than a file's header can state ({}); pack in parts", u32::MAX),
             })
         })?;

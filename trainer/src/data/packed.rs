@@ -1,7 +1,7 @@
 //! Tokens cut into rows of S: no padding, nothing repeated, the remainder said.
 
 use super::TokenFile;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::source::Rows;
 
 /// Rows of S tokens over ids in memory or over mapped token files. A row begins where the last one ended, so
@@ -54,8 +54,9 @@ impl PackedRows {
             return Err(Error::Usage(match most {
                 0 => "the data is empty: no token was found".into(),
                 _ => format!(
-                    "the data has {most} tokens and one sequence needs {length}; give at least {length} tokens or \
-                     --max_length {most}"
+                    "the data has {} and one sequence needs {length}; give at least {length} tokens or \
+                     --max_length {most}",
+                    counted(most, "tokens")
                 ),
             }));
         }
@@ -64,7 +65,12 @@ impl PackedRows {
 
     /// One line for the log: rows, length and what is left over.
     pub fn summary(&self) -> String {
-        format!("{} sequences of {} tokens, {} tokens left over at the end", self.len(), self.length, self.remainder)
+        format!(
+            "{} of {} tokens, {} left over at the end",
+            counted(self.len(), "sequences"),
+            self.length,
+            counted(self.remainder, "tokens")
+        )
     }
 
     /// Tokens that fill no row.

@@ -67,11 +67,20 @@ fn every_shared_text_file_is_decided() {
     }
     let (texts, notices) = documents(&folder.join("jsonl_null_text.jsonl"), OnBadRecord::Skip).unwrap();
     assert_eq!(texts, ["b"]);
-    assert!(notices[0].contains("1 records were skipped") && notices[0].contains(":1:"), "{notices:?}");
+    assert!(notices[0].contains("1 record was skipped") && notices[0].contains(":1:"), "{notices:?}");
     // An empty file is no error among others; alone it is.
     let spec = DataSpec::new(vec![folder.join("txt_empty.txt").display().to_string()]);
     let error = open(&spec, "bytes", 8, 259).unwrap_err().to_string();
-    assert!(error.contains("the data is empty"), "{error}");
+    assert!(error.contains("the data is empty: no token was found in 1 file;"), "{error}");
+    let bad = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+    std::fs::write(bad.path(), "{\"text\": 3}\n{\"txt\": 1}\n{\"text\": \"\"}\n").unwrap();
+    let spec = DataSpec { on_bad_record: OnBadRecord::Skip, ..DataSpec::new(vec![bad.path().display().to_string()]) };
+    let empty = open(&spec, "bytes", 8, 259).unwrap_err().to_string();
+    for part in ["the data is empty", "2 records were skipped", "1 empty document was left out"] {
+        assert!(empty.contains(part), "no {part:?} in {empty}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(pack(&spec, &Tokenizer::bytes(), folder.path()).unwrap_err().to_string(), empty);
 }
 
 #[test]
@@ -92,7 +101,7 @@ fn records_that_no_shared_file_holds() {
     assert_eq!(read("a.rs", "a\n\nb\n").unwrap().0, ["a\n\nb\n"]);
     let (texts, notices) = read("a.jsonl", "{\"text\":\"\"}\n{\"text\":\"b\"}").unwrap();
     assert_eq!(texts, ["b"]);
-    assert!(notices[0].contains("1 empty documents"), "{notices:?}");
+    assert!(notices[0].contains("1 empty document was left out"), "{notices:?}");
 }
 
 #[test]
@@ -138,6 +147,13 @@ fn an_index_of_another_run_is_refused() {
     std::fs::copy(cases.join("megatron_u16.idx"), &idx).unwrap();
     let error = TokenFile::open(&bin, None).unwrap_err().to_string();
     assert!(error.contains("different runs"), "{error}");
+    // What lies beside the tokens says what they are, whatever the flag says.
+    for (format, name) in [(TokenFormat::NanoGpt, "nanogpt"), (TokenFormat::LlmC, "llmc")] {
+        let error = TokenFile::open(&bin, Some(format)).unwrap_err().to_string();
+        assert!(error.contains("a.idx") && error.contains(&format!("--token_format is {name}")), "{error}");
+    }
+    std::fs::write(&idx, "notes").unwrap();
+    assert_eq!(TokenFile::open(&bin, Some(TokenFormat::NanoGpt)).unwrap().len(), 2000);
 }
 
 #[test]
@@ -177,7 +193,7 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
     check(&rows);
     assert!(notices[0].contains("9 tokens from 2 documents"), "{notices:?}");
     assert!(notices[0].contains("with BOS 256 and EOS 257"), "{notices:?}");
-    assert!(notices[1].contains("1 tokens left over"), "{notices:?}");
+    assert!(notices[1].contains("1 token left over"), "{notices:?}");
 
     let out = folder.path().join("packed");
     let summary = pack(&spec, &tokenizer, &out).unwrap();

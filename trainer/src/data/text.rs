@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::{DataSpec, Tokenizer};
 use crate::config::json;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 
 /// What a record that cannot be used does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,12 +55,21 @@ pub(super) fn tokenize(
         reader.file(path)?;
     }
     if let Some(first) = reader.first_skipped {
-        notices.push(format!("{} records were skipped, the first: {first}", reader.skipped));
+        let were = if reader.skipped == 1 { "was" } else { "were" };
+        notices.push(format!("{} {were} skipped, the first: {first}", counted(reader.skipped, "records")));
     }
     if reader.empty > 0 {
-        notices.push(format!("{} empty documents were left out", reader.empty));
+        let were = if reader.empty == 1 { "was" } else { "were" };
+        notices.push(format!("{} {were} left out", counted(reader.empty, "empty documents")));
     }
     Ok(documents)
+}
+
+/// The refusal of texts without a token, with what was left out of them.
+pub(super) fn refuse_empty(files: usize, notices: &[String]) -> Error {
+    let why: String = notices.iter().map(|notice| format!("; {notice}")).collect();
+    let files = counted(files as u64, "files");
+    Error::Usage(format!("the data is empty: no token was found in {files}{why}; give --data with text"))
 }
 
 /// The refusal of a columnar file, with the way out.

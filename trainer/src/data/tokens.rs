@@ -3,6 +3,7 @@
 //! Offsets are 64-bit throughout. A headerless nanoGPT file cannot be told from any other bytes, so it is
 //! read only when the format is named.
 
+use std::io::Read;
 use std::path::Path;
 
 use castor_kernels::FileMap;
@@ -85,6 +86,14 @@ impl TokenFile {
         }
         let index = path.with_extension("idx");
         let format = format.unwrap_or(if index.exists() { TokenFormat::Megatron } else { TokenFormat::LlmC });
+        // The ids of one layout read as another's are still ids: nothing later would notice.
+        if format != TokenFormat::Megatron && is_megatron_index(&index) {
+            return Err(refuse(format!(
+                "{} beside it is a Megatron index, and --token_format is {}; leave the flag out, or move the index away",
+                index.display(),
+                if format == TokenFormat::NanoGpt { "nanogpt" } else { "llmc" }
+            )));
+        }
         match format {
             TokenFormat::LlmC => llmc(map).map_err(refuse),
             TokenFormat::NanoGpt => nanogpt(map).map_err(refuse),
@@ -157,6 +166,12 @@ impl TokenFile {
 fn le(data: &[u8], at: usize, bytes: usize) -> Option<u64> {
     let slice = data.get(at..at.checked_add(bytes)?)?;
     Some(slice.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
+}
+
+/// Whether a file is a Megatron index.
+fn is_megatron_index(path: &Path) -> bool {
+    let mut magic = [0; MEGATRON.len()];
+    std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *MEGATRON
 }
 
 fn llmc(map: FileMap) -> std::result::Result<TokenFile, String> {

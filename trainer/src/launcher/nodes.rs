@@ -55,7 +55,10 @@ pub(super) fn nodes(options: &Options, own_name: &str) -> Result<Vec<Node>> {
     let several = options.host.is_some() || options.hostfile.is_some();
     if let Some(count) = options.nnodes.filter(|_| several) {
         if count as usize > listed.len() {
-            return Err(Error::Usage(format!("--nnodes {count}: only {} hosts are named", listed.len())));
+            return Err(Error::Usage(format!(
+                "--nnodes {count}: the number of hosts that are named is {}; name as many, or ask for fewer",
+                listed.len()
+            )));
         }
         listed.truncate(count as usize);
     }

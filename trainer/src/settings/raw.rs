@@ -1,11 +1,12 @@
-//! Settings as text, each with where it came from: flag over TOML over default.
+//! Settings as text, each with where it came from: flag over TOML over default; and beside them what DeepSpeed's and
+//! FSDP's files say, which must agree with flag and TOML.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::nearest;
 use super::table::{self, FLAGS, Kind, SHORTHANDS};
 use super::values::boolean;
+use super::{deepspeed, fsdp, nearest, strategies};
 use crate::error::{Error, Result};
 
 /// Where a value came from.
@@ -14,6 +15,15 @@ pub(crate) enum Origin {
     Default,
     /// The training TOML of this path.
     File(String),
+    /// A key of the DeepSpeed JSON of this path.
+    DeepSpeed {
+        path: String,
+        key: String,
+    },
+    /// `--fsdp` and the file of `--fsdp_config`.
+    Fsdp,
+    /// This one of Hugging Face's strategies.
+    Strategy(&'static str),
     Flag,
 }
 
@@ -22,6 +32,9 @@ impl fmt::Display for Origin {
         match self {
             Origin::Default => f.write_str("default"),
             Origin::File(path) => f.write_str(path),
+            Origin::DeepSpeed { path, key } => write!(f, "{path}: {key}"),
+            Origin::Fsdp => f.write_str("--fsdp"),
+            Origin::Strategy(name) => write!(f, "--{name}"),
             Origin::Flag => f.write_str("command line"),
         }
     }
@@ -53,12 +66,29 @@ impl Raw {
         Ok(())
     }
 
-    /// Reads the file that `--config` names, if any, beneath what is set: a `.json` file is the model's shape, any
-    /// other a training TOML.
+    /// Reads every file that the flags name, beneath what is set, and adds to `notices` what to tell the user.
+    /// `ranks`: how many will train, asked only where a file states a batch over all of them.
     ///
     /// # Errors
-    /// If it cannot be read or holds a key that no flag has.
-    pub fn read_config(&mut self) -> Result<()> {
+    /// If a file cannot be read, is not understood, or contradicts what is set.
+    pub fn read_files(&mut self, ranks: &dyn Fn() -> Result<u32>, notices: &mut Vec<String>) -> Result<()> {
+        self.read_config()?;
+        if let Some(path) = self.values("deepspeed").pop() {
+            let words = self.values("fsdp").join(" ");
+            if !words.is_empty() {
+                return Err(Error::Usage(format!(
+                    "--deepspeed {path} and --fsdp \"{words}\" both choose the sharding; give one"
+                )));
+            }
+            deepspeed::read(&path, self, ranks, notices)?;
+        }
+        fsdp::read(self, notices)?;
+        strategies::read(self, notices)
+    }
+
+    /// Reads the file that `--config` names, if any, beneath what is set: a `.json` file is the model's shape, any
+    /// other a training TOML.
+    fn read_config(&mut self) -> Result<()> {
         let Some((values, origin)) = self.given.get("config").cloned() else {
             return Ok(());
         };
@@ -118,14 +148,60 @@ impl Raw {
         Ok(())
     }
 
+    /// Sets `key` to what a file of another trainer says, unless it was given: then both must say the same.
+    ///
+    /// # Errors
+    /// A clause with both values and where they are from.
+    pub fn agree(&mut self, key: &'static str, value: String, origin: Origin) -> std::result::Result<(), String> {
+        let Some((values, given)) = self.given.get(key) else {
+            self.given.insert(key, (vec![value], origin));
+            return Ok(());
+        };
+        let old = values.concat();
+        if table::canonical(key, &old) == table::canonical(key, &value) {
+            return Ok(());
+        }
+        let (what, leave) = match &origin {
+            Origin::DeepSpeed { key, .. } => (key.as_str(), ", or leave it out of the file"),
+            _ => ("--fsdp", ""),
+        };
+        let by = match given {
+            Origin::Flag => String::new(),
+            given => format!(" (in {given})"),
+        };
+        Err(format!("{what} asks for {key} {value}, and --{key} is {old}{by}; make them agree{leave}"))
+    }
+
+    /// Sets `key`, whatever it was.
+    pub fn replace(&mut self, key: &'static str, value: String, origin: Origin) {
+        self.given.insert(key, (vec![value], origin));
+    }
+
+    /// Whether `key` has a value that is no default.
+    pub fn is_given(&self, key: &str) -> bool {
+        self.given.contains_key(key)
+    }
+
     /// The values of `key`; empty if it is unset.
     pub fn values(&self, key: &str) -> Vec<String> {
         match self.given.get(key) {
             Some((values, _)) => values.clone(),
-            None => match default(key) {
-                "" => Vec::new(),
-                value => vec![value.into()],
-            },
+            None => Some(self.default_of(key)).filter(|value| !value.is_empty()).into_iter().collect(),
+        }
+    }
+
+    /// The default of `key`, which may follow another setting; empty if it stays unset.
+    fn default_of(&self, key: &str) -> String {
+        let of = |key| self.values(key).concat().to_ascii_lowercase();
+        match key {
+            "betas" if of("optimizer").starts_with("sophia") => "0.965,0.99".into(),
+            "betas" => "0.9,0.999".into(),
+            "data_seed" => of("seed"),
+            "min_lr_ratio" if of("lr_convention") == "colossalai" => "0.1".into(),
+            "min_lr_ratio" => "0".into(),
+            // A model folder brings its tokenizer.
+            "tokenizer" => self.values("model").pop().unwrap_or_else(|| "bytes".into()),
+            key => table::default(key).into(),
         }
     }
 
@@ -168,8 +244,8 @@ impl Raw {
     /// Refuses with the setting's name, value and origin.
     pub fn refuse(&self, key: &str, expected: &str) -> Error {
         let from = match self.origin(key) {
-            Origin::File(path) => format!(" (in {path})"),
-            _ => String::new(),
+            Origin::Flag | Origin::Default => String::new(),
+            origin => format!(" (in {origin})"),
         };
         Error::Usage(format!("--{key} is {}{from}; {expected}", self.values(key).join(" ")))
     }
@@ -195,10 +271,6 @@ impl Raw {
             self.refuse(key, &format!("one of {} was expected{}", names.join(", "), meant.unwrap_or_default()))
         })
     }
-}
-
-fn default(key: &str) -> &'static str {
-    FLAGS.iter().find(|flag| flag.key == key).map(|flag| flag.default).expect("the key is a row of the table")
 }
 
 fn scalar(value: &toml::Value) -> Option<String> {

@@ -36,7 +36,7 @@ impl Settings {
             max_length: max_length(raw)?,
             seed: count(raw, "seed", 0)?,
             order: match switch(raw, "shuffle")? {
-                true => Order::Shuffled { seed: count(raw, "seed", 0)? },
+                true => Order::Shuffled { seed: count(raw, "data_seed", 0)? },
                 false => Order::Sequential,
             },
             batch_size: rows(raw, "batch_size")?,
@@ -103,15 +103,10 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
         ],
     )?;
     let beta = |text: &str| text.trim().parse().ok().filter(|beta| (0.0..1.0).contains(beta));
-    let mut betas = raw
-        .optional("betas", "two numbers in [0, 1), as in 0.9,0.999,", |text| {
-            let (first, second) = text.trim_matches(['(', ')', '[', ']']).split_once(',')?;
-            Some((beta(first)?, beta(second)?))
-        })?
-        .unwrap_or(match kind {
-            OptimizerKind::AdamW => (0.9, 0.999),
-            OptimizerKind::Sophia => (0.965, 0.99),
-        });
+    let mut betas = raw.parse("betas", "two numbers in [0, 1), as in 0.9,0.999,", |text| {
+        let (first, second) = text.trim_matches(['(', ')', '[', ']']).split_once(',')?;
+        Some((beta(first)?, beta(second)?))
+    })?;
     if let Some(beta1) = raw.optional("adam_beta1", "a number in [0, 1)", beta)? {
         betas.0 = beta1;
     }
@@ -131,8 +126,15 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
 }
 
 fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
-    let convention =
-        raw.choice("lr_convention", &[("hf", LrConvention::HuggingFace), ("colossalai", LrConvention::ColossalAi)])?;
+    let convention = raw.choice(
+        "lr_convention",
+        &[
+            ("hf", LrConvention::HuggingFace),
+            ("colossalai", LrConvention::ColossalAi),
+            ("deepspeed_log", LrConvention::DeepSpeedLog),
+            ("deepspeed_linear", LrConvention::DeepSpeedLinear),
+        ],
+    )?;
     let steps = number(raw, "warmup_steps", "a number of updates (below 1: a share of them)", |x| {
         (0.0..1.0).contains(&x) || (x >= 1.0 && x.fract() == 0.0 && x < 9e15)
     })?;
@@ -154,10 +156,7 @@ fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
             _ => Warmup::Ratio(ratio),
         },
         convention,
-        min_lr_ratio: raw.optional("min_lr_ratio", "a number from 0 to 1", ratio_of)?.unwrap_or(match convention {
-            LrConvention::HuggingFace => 0.0,
-            LrConvention::ColossalAi => 0.1,
-        }),
+        min_lr_ratio: raw.parse("min_lr_ratio", "a number from 0 to 1", ratio_of)?,
     })
 }
 
@@ -178,31 +177,33 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
             &format!("it must lie between --min_scale {} and --max_scale {}", loss_scale.min, loss_scale.max),
         ));
     }
+    let compute = raw.choice(
+        "mixed_precision",
+        &[("no", Precision::Fp32), ("fp16", Precision::Fp16), ("bf16", Precision::Bf16), ("fp32", Precision::Fp32)],
+    )?;
+    let bf16_gradients = raw.choice("gradient_dtype", &[("fp32", false), ("bf16", true)])?;
+    if bf16_gradients && compute != Precision::Bf16 {
+        return Err(raw.refuse(
+            "gradient_dtype",
+            &format!(
+                "gradients accumulate in bf16 only with --mixed_precision bf16, and that is {}; use fp32",
+                raw.values("mixed_precision").concat()
+            ),
+        ));
+    }
     Ok(PrecisionSettings {
-        compute: raw.choice(
-            "mixed_precision",
-            &[("no", Precision::Fp32), ("fp16", Precision::Fp16), ("bf16", Precision::Bf16), ("fp32", Precision::Fp32)],
-        )?,
+        compute,
         states: raw.choice(
             "optimizer_states",
             &[("fp32", StateFormat::Fp32), ("bf16", StateFormat::Bf16), ("8bit", StateFormat::Int8)],
         )?,
-        bf16_gradients: raw.choice("gradient_dtype", &[("fp32", false), ("bf16", true)])?,
+        bf16_gradients,
         loss_scale,
     })
 }
 
 fn memory(raw: &Raw) -> Result<MemorySettings> {
-    let plugin = match raw.values("fsdp").concat() {
-        words if words.is_empty() => plugin::find(&raw.values("plugin").concat())?,
-        words if raw.is_default("plugin") => plugin::from_fsdp(&words)?,
-        words => {
-            return Err(Error::Usage(format!(
-                "--fsdp \"{words}\" and --plugin {} both choose the sharding; give one",
-                raw.values("plugin").concat()
-            )));
-        }
-    };
+    let plugin = plugin::find(&raw.values("plugin").concat())?;
     let budget = |key| raw.parse(key, "auto, a size such as 80GiB or 512MB, or a share such as 50%,", Budget::parse);
     let fraction = |key| number(raw, key, "a number from 0 to 1", |x| (0.0..=1.0).contains(&x));
     if plugin.placement != Placement::Static {
@@ -250,7 +251,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
 }
 
 fn output(raw: &Raw) -> Result<OutputSettings> {
-    let every = |key| raw.parse(key, "a whole number of updates, a share below 1, or 0", Every::parse);
+    let every = |key| raw.parse(key, "a whole number of updates, a share below 1, epoch or 0", Every::parse);
     Ok(OutputSettings {
         dir: raw.values("output_dir").concat().into(),
         save: every("save_steps")?,

@@ -37,13 +37,6 @@ pub(crate) struct Shorthand {
     pub value: &'static str,
 }
 
-/// A flag of another trainer that changes nothing here.
-pub(crate) struct Ignored {
-    pub names: &'static [&'static str],
-    pub short: Option<char>,
-    pub why: &'static str,
-}
-
 const fn flag(
     group: &'static str,
     key: &'static str,
@@ -76,6 +69,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(WHAT, "data", None, &["train_file"], List, "", "Text, jsonl or token files, folders, globs"),
     flag(WHAT, "max_length", Some('l'), &["model_max_length", "block_size", "sequence_length"], Value, "2048", "Tokens of a row"),
     flag(WHAT, "seed", None, &[], Value, "42", "Seed of weights and row order"),
+    flag(WHAT, "data_seed", None, &[], Value, "", "Seed of row order alone [that of --seed]"),
     flag(WHAT, "shuffle", None, &[], Switch, "true", "Shuffle rows, anew each epoch"),
     flag(WHAT, "text_field", None, &["text_column"], Value, "text", "Name of the text in a JSON record"),
     flag(WHAT, "on_bad_record", None, &[], Value, "stop", "stop, or skip and count"),
@@ -83,7 +77,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(WHAT, "add_bos", None, &["add_bos_token"], Switch, "true", "BOS before each document"),
     flag(WHAT, "add_eos", None, &["add_eos_token"], Switch, "true", "EOS after each document"),
 
-    flag(MUCH, "batch_size", Some('b'), &["per_device_train_batch_size", "micro_batch_size"], Value, "1", "Rows per rank and micro-step"),
+    flag(MUCH, "batch_size", Some('b'), &["per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size"], Value, "1", "Rows per rank and micro-step"),
     flag(MUCH, "gradient_accumulation_steps", None, &["accumulation"], Value, "1", "Micro-steps per update"),
     flag(MUCH, "max_steps", None, &[], Value, "", "Updates; wins over --num_epochs"),
     flag(MUCH, "num_epochs", Some('e'), &["num_train_epochs"], Value, "1", "Passes over the data, fractions allowed"),
@@ -101,7 +95,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(OPTIMIZER, "lr_scheduler_type", None, &["lr_scheduler"], Value, "linear", "linear, cosine or constant"),
     flag(OPTIMIZER, "warmup_steps", Some('s'), &[], Value, "0", "Updates of warm-up; wins over the ratio; below 1 a ratio"),
     flag(OPTIMIZER, "warmup_ratio", None, &[], Value, "0", "Warm-up as a share of all updates"),
-    flag(OPTIMIZER, "lr_convention", None, &[], Value, "hf", "Warm-up: hf step/warmup, colossalai (step+1)/warmup"),
+    flag(OPTIMIZER, "lr_convention", None, &[], Value, "hf", "Warm-up: hf, colossalai, deepspeed_log or deepspeed_linear"),
     flag(OPTIMIZER, "min_lr_ratio", None, &[], Value, "", "Where cosine ends, as a share of --lr (hf 0, colossalai 0.1)"),
     flag(OPTIMIZER, "optimizer_states", None, &[], Value, "fp32", "Moments: fp32, bf16 or 8bit"),
     flag(OPTIMIZER, "gradient_dtype", None, &["grad_dtype"], Value, "fp32", "Accumulated gradients: fp32 or bf16"),
@@ -126,15 +120,20 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(MEMORY, "flash_attention", Some('a'), &["flash_attn"], Switch, "true", "Attention without the S×S matrix"),
     flag(MEMORY, "prefetch", None, &[], Value, "auto", "Bytes fetched ahead, or auto"),
     flag(MEMORY, "warmup_steps_memory", None, &[], Value, "1", "Updates that the memory collector records"),
-    flag(MEMORY, "fsdp", None, &[], Value, "", "Hugging Face's words, e.g. \"full_shard auto_wrap\", in place of --plugin"),
+    flag(MEMORY, "fsdp", None, &[], List, "", "Hugging Face's words, e.g. \"full_shard auto_wrap\", in place of --plugin"),
+    flag(MEMORY, "fsdp_config", None, &[], Value, "", "FSDP's JSON, beside --fsdp"),
+    flag(MEMORY, "deepspeed", None, &["deepspeed_config"], Value, "", "DeepSpeed's JSON: stage, offload, batch, precision, optimizer, scheduler"),
 
     flag(OUTPUT, "output_dir", Some('o'), &["save_dir"], Value, "runs/castor", "Folder of checkpoints, log and report"),
-    flag(OUTPUT, "save_steps", Some('i'), &["save_interval"], Value, "0", "Updates between checkpoints; below 1 a share of the run; 0: none"),
+    flag(OUTPUT, "save_steps", Some('i'), &["save_interval"], Value, "0", "Updates between checkpoints, or epoch; below 1 a share of the run; 0: none"),
+    flag(OUTPUT, "save_strategy", None, &[], Value, "", "no, steps (500 unless --save_steps says) or epoch"),
     flag(OUTPUT, "save_total_limit", None, &[], Value, "", "Checkpoints kept"),
     flag(OUTPUT, "save_model", None, &[], Switch, "true", "Write the final weights as a Hugging Face folder, model in --output_dir"),
     flag(OUTPUT, "resume", Some('f'), &["resume_from_checkpoint", "load"], OrJust("latest"), "no", "Continue from a checkpoint's folder, or latest"),
-    flag(OUTPUT, "logging_steps", None, &[], Value, "1", "Updates between log lines"),
-    flag(OUTPUT, "eval_steps", None, &[], Value, "0", "Updates between evaluations; 0: at the end only"),
+    flag(OUTPUT, "logging_steps", None, &[], Value, "1", "Updates between log lines, or epoch"),
+    flag(OUTPUT, "logging_strategy", None, &[], Value, "", "no, steps or epoch"),
+    flag(OUTPUT, "eval_steps", None, &[], Value, "0", "Updates between evaluations, or epoch; 0: at the end only"),
+    flag(OUTPUT, "eval_strategy", None, &["evaluation_strategy"], Value, "", "no, steps or epoch"),
     flag(OUTPUT, "eval_fraction", None, &["validation_split"], Value, "0", "Share of rows held out, from the end"),
 
     flag(BACKEND, "backend", None, &[], Value, "auto", "auto, cuda or cpu"),
@@ -155,33 +154,35 @@ pub(crate) const SHORTHANDS: &[Shorthand] = &[
     Shorthand { names: &["enable_sophia"], short: None, key: "optimizer", value: "sophia" },
 ];
 
-/// Flags that are accepted with a word.
-#[rustfmt::skip]
-pub(crate) const IGNORED: &[Ignored] = &[
-    Ignored { names: &["dataset", "datasets", "cache_dir"], short: Some('d'), why: "data is what --data names" },
-    Ignored { names: &["tensorboard_dir", "logging_dir", "report_to"], short: Some('t'), why: "the log is train_log.jsonl in --output_dir" },
-    Ignored { names: &["profile_memory", "profile"], short: None, why: "memory.json always holds every tick" },
-    Ignored { names: &["do_train", "overwrite_output_dir"], short: None, why: "training is what this command does, and --resume decides about old output" },
-    Ignored { names: &["ddp_find_unused_parameters", "ddp_timeout", "ddp_static_graph"], short: None, why: "there is no such machinery here" },
-    Ignored { names: &["logging_strategy", "save_strategy", "eval_strategy", "evaluation_strategy", "logging_nan_inf_filter"], short: None, why: "--logging_steps and --save_steps decide, and every loss is shown" },
-    Ignored { names: &["fsdp_config", "dataloader_drop_last", "dataloader_num_workers", "skip_memory_metrics"], short: None, why: "blocks are always wrapped, no row is dropped and memory is always measured" },
-];
-
-/// Flags that must not be ignored and are not offered, with what to use.
-pub(crate) const REFUSED: &[(&str, &str)] = &[
-    (
-        "deepspeed",
-        "DeepSpeed files are not read; use --plugin zero1|zero2|zero3|zero2_offload|zero3_offload with the flags here",
-    ),
-    ("tp", "tensor parallelism is not offered; use a zero3 or gemini plugin"),
-    ("pp", "pipeline parallelism is not offered; use a zero3 or gemini plugin"),
-    ("sp", "sequence parallelism is not offered; use a zero3 or gemini plugin"),
-];
-
 /// The row of a key or alias, `-` read as `_`.
 pub(crate) fn find(name: &str) -> Option<&'static Flag> {
     let name = name.replace('-', "_");
     FLAGS.iter().find(|flag| flag.key == name || flag.aliases.contains(&name.as_str()))
+}
+
+/// The default of a row.
+pub(crate) fn default(key: &str) -> &'static str {
+    FLAGS.iter().find(|flag| flag.key == key).map(|flag| flag.default).expect("the key is a row of the table")
+}
+
+/// A value as it is compared with another of the same key: numbers by what they are worth, names by what they name.
+pub(crate) fn canonical(key: &str, value: &str) -> String {
+    let value = value.trim().trim_matches(['(', ')', '[', ']']).to_ascii_lowercase();
+    let parts: Vec<String> = value
+        .split(',')
+        .map(|part| match part.trim().parse::<f64>() {
+            Ok(number) => number.to_string(),
+            Err(_) => part.trim().to_string(),
+        })
+        .collect();
+    let same = match (key, value.as_str()) {
+        ("plugin", name) => crate::plugin::find(name).ok().map(|preset| preset.name),
+        ("optimizer", name) if name.starts_with("adamw_") => Some("adamw"),
+        ("lr_scheduler_type", "constant_with_warmup") => Some("constant"),
+        ("mixed_precision", "fp32") => Some("no"),
+        _ => None,
+    };
+    same.map_or_else(|| parts.join(","), str::to_string)
 }
 
 /// Every name that may be meant by a misspelt one.

@@ -1,7 +1,8 @@
 //! Precedence, refusals, and that what is printed can be read.
 
+use super::elsewhere::{IGNORED, ONLY_OFF, REFUSED};
 use super::raw::{Origin, Raw};
-use super::table::{FLAGS, IGNORED, SHORTHANDS};
+use super::table::{FLAGS, SHORTHANDS};
 use super::{BackendKind, LrConvention, OptimizerKind, Precision, Recompute, Resume, ScheduleKind, Settings, Warmup};
 use crate::error::Result;
 
@@ -14,8 +15,9 @@ fn read(toml: &str, flags: &[(&'static str, &str)]) -> Result<(Settings, Raw)> {
     for (key, value) in flags {
         raw.set(key, vec![(*value).into()], Origin::Flag)?;
     }
-    raw.read_config()?;
-    Ok((Settings::resolve(&raw, Vec::new())?, raw))
+    let mut notices = Vec::new();
+    raw.read_files(&|| Ok(1), &mut notices)?;
+    Ok((Settings::resolve(&raw, notices)?, raw))
 }
 
 fn refused(toml: &str, says: &[&str]) {
@@ -79,9 +81,11 @@ fn refusals_name_key_value_and_place() {
     refused("shard_param_frac = 0.5", &["only --plugin gemini reads it"]);
     refused("nvme_capacity = \"1GiB\"", &["needs --nvme"]);
     refused("device_memory = \"0%\"", &["--device_memory is 0%"]);
-    refused("fsdp = \"full_shard\"\nplugin = \"zero2\"", &["both choose"]);
+    refused("fsdp = \"full_shard\"\nplugin = \"zero2\"", &["--fsdp", "zero3", "--plugin is zero2"]);
     refused("model = \"a\"\nmodel_config = \"b\"", &["brings its own config.json"]);
     refused("initial_scale = 0.5", &["--initial_scale is 0.5", "between"]);
+    refused("gradient_dtype = \"bf16\"", &["--gradient_dtype is bf16", "--mixed_precision bf16", "that is no"]);
+    refused("gradient_dtype = \"bf16\"\nfp16 = true", &["--gradient_dtype is bf16", "that is fp16"]);
     refused("recompute = \"ful\"", &["did you mean full?"]);
     let missing = read("", &[]).unwrap().0.model_shape().unwrap_err();
     assert!(missing.to_string().contains("no model"), "{missing}");
@@ -120,6 +124,7 @@ fn the_tables_agree_with_themselves() {
         .flat_map(|f| f.aliases.iter().copied().chain([f.key]))
         .chain(SHORTHANDS.iter().flat_map(|s| s.names.iter().copied()))
         .chain(IGNORED.iter().flat_map(|i| i.names.iter().copied()))
+        .chain(ONLY_OFF.iter().chain(REFUSED).map(|(name, _)| *name))
         .collect();
     let count = names.len();
     names.sort_unstable();

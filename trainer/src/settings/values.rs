@@ -95,10 +95,15 @@ pub enum Every {
     Steps(u64),
     /// Every such fraction of all steps, 0 < f < 1 (Hugging Face's form).
     Fraction(f64),
+    /// At the end of each epoch; [`Every::with_epochs_of`] makes it steps.
+    Epoch,
 }
 
 impl Every {
     pub(super) fn parse(text: &str) -> Option<Every> {
+        if text == "epoch" {
+            return Some(Every::Epoch);
+        }
         match text.parse::<f64>().ok()? {
             number if number <= 0.0 => Some(Every::Never),
             number if number < 1.0 => Some(Every::Fraction(number)),
@@ -107,10 +112,18 @@ impl Every {
         }
     }
 
+    /// The same where an epoch has `steps` steps.
+    pub fn with_epochs_of(self, steps: u64) -> Every {
+        match self {
+            Every::Epoch => Every::Steps(steps.max(1)),
+            other => other,
+        }
+    }
+
     /// Whether it happens after step `done` (1 = after the first) of `total`.
     pub fn is_due(self, done: u64, total: u64) -> bool {
         match self {
-            Every::Never => false,
+            Every::Never | Every::Epoch => false,
             Every::Steps(steps) => done.is_multiple_of(steps),
             Every::Fraction(fraction) => done.is_multiple_of(((total as f64 * fraction).ceil() as u64).max(1)),
         }
@@ -153,6 +166,7 @@ mod tests {
         };
         assert_eq!(due("4"), [4, 8]);
         assert_eq!(due("0.25"), [3, 6, 9]);
+        assert_eq!(Every::parse("epoch").unwrap().with_epochs_of(5), Every::Steps(5));
     }
 
     #[test]

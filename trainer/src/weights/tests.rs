@@ -182,3 +182,31 @@ fn a_whole_file_with_bytes_behind_it_is_refused_and_a_base_models_names_are_mapp
     assert!(notices[0].contains("lack the prefix"), "{notices:?}");
     assert_eq!(all(&read, &config), all(&RandomWeights::new(&config, 1), &config));
 }
+
+/// What the shared cases leave out: a head or blocks that the file does not hold, two forms side by side, an index that
+/// counts wrong.
+#[test]
+fn weights_that_do_not_belong_to_their_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = tiny();
+    let tied = ModelConfig { tie_word_embeddings: true, ..tiny() };
+    let (single, sharded) = (folder.path().join("single"), folder.path().join("sharded"));
+    export(&single, &tied, ExportDType::F32, u64::MAX, &RandomWeights::new(&tied, 1)).unwrap();
+    let refused = |config: &ModelConfig| HfFolder::open(&single, config).unwrap_err().to_string();
+    assert!(refused(&config).contains("missing: lm_head.weight"), "{}", refused(&config));
+    let deeper = ModelConfig { num_hidden_layers: 3, ..tied.clone() };
+    assert!(refused(&deeper).contains("missing: model.layers.2."), "{}", refused(&deeper));
+
+    export(&sharded, &config, ExportDType::F32, 20_000, &RandomWeights::new(&config, 2)).unwrap();
+    let index = sharded.join("model.safetensors.index.json");
+    let mut value: serde_json::Value = serde_json::from_slice(&std::fs::read(&index).unwrap()).unwrap();
+    value["metadata"]["total_size"] = 7.into();
+    std::fs::write(&index, value.to_string()).unwrap();
+    let (read, notices) = HfFolder::open(&sharded, &config).unwrap();
+    assert!(notices[0].contains("total_size is 7"), "{notices:?}");
+    assert_eq!(all(&read, &config), all(&RandomWeights::new(&config, 2), &config));
+    std::fs::copy(single.join("model.safetensors"), sharded.join("model.safetensors")).unwrap();
+    let (read, notices) = HfFolder::open(&sharded, &tied).unwrap();
+    assert!(notices[0].contains("both") && notices[0].ends_with("model.safetensors is read"), "{notices:?}");
+    assert_eq!(all(&read, &tied), all(&RandomWeights::new(&tied, 1), &tied));
+}
