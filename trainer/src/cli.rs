@@ -11,6 +11,7 @@ use clap::{Arg, ArgAction, ArgMatches};
 
 use crate::data::{DataSpec, OnBadRecord};
 use crate::error::{Error, Result};
+use crate::plan::Wanted;
 use crate::rendezvous::World;
 use crate::settings::elsewhere::{IGNORED, ONLY_OFF, REFUSED};
 use crate::settings::raw::{Origin, Raw};
@@ -29,10 +30,8 @@ pub enum Command {
     Plan {
         /// The run to plan.
         settings: Box<Settings>,
-        /// Ranks to plan for; None: as many as the environment names.
-        ranks: Option<u32>,
-        /// Whether the plan is printed as JSON.
-        json: bool,
+        /// For how many ranks, of which size, and in what form.
+        wanted: Wanted,
     },
     /// `castor parity …`
     Parity {
@@ -105,7 +104,10 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
         Some(("plan", matches)) => {
             let ranks = value(matches, "ranks").map(|text| ranks(&text)).transpose()?;
             match training(matches, &|| ranks.map_or_else(world, Ok))? {
-                Asked::Run(settings) => Ok(Command::Plan { settings, ranks, json: matches.get_flag("json") }),
+                Asked::Run(settings) => {
+                    let (largest, json) = (matches.get_flag("max"), matches.get_flag("json"));
+                    Ok(Command::Plan { settings, wanted: Wanted { ranks, largest, json } })
+                }
                 Asked::Print(text) => Ok(Command::Text(text)),
             }
         }
@@ -314,6 +316,7 @@ fn tree() -> clap::Command {
                     option("ranks", "Ranks to plan for [as the environment says]")
                         .aliases(["world_size", "nproc_per_node"]),
                 )
+                .arg(switch("max", "Plan for as many blocks of this shape as fit"))
                 .arg(switch("json", "Print the plan as JSON")),
         )
         .subcommand(

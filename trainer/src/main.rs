@@ -32,7 +32,7 @@ fn run() -> Result<u8> {
             launcher::follow_launcher()?;
             train::main(&settings)?;
         }
-        Command::Plan { settings, ranks, json } => plan::main(&settings, ranks, json)?,
+        Command::Plan { settings, wanted } => plan::main(&settings, wanted)?,
         Command::Parity { settings, batch, expect, out, tolerance } => {
             launcher::follow_launcher()?;
             session::parity(&settings, &batch, expect.as_deref(), out.as_deref(), tolerance)?;

@@ -2,39 +2,61 @@
 
 use crate::account;
 use crate::blueprint::Blueprint;
-use crate::error::{Result, counted};
+use crate::config::ModelConfig;
+use crate::error::{Error, Result, counted};
 use crate::estimate::Estimate;
 use crate::rates::Rates;
 use crate::rendezvous::World;
 use crate::session::{self, Hardware};
-use crate::settings::Settings;
+use crate::settings::{Recompute, Settings};
 use castor_kernels::Tier;
 use castor_runtime::plan::Plan;
 use castor_runtime::{Bytes, Role};
 use serde_json::json;
 use std::collections::BTreeMap;
 
-/// Plans the run of `settings` on `ranks` ranks (the environment's number if none is given) and prints the plan.
+/// What is to be planned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// Ranks; None: as many as the environment names.
+    pub ranks: Option<u32>,
+    /// The model with as many blocks as fit, in place of the configuration's number.
+    pub largest: bool,
+    /// As JSON.
+    pub json: bool,
+}
+
+/// Plans the run of `settings` and prints the plan.
 ///
 /// # Errors
 /// [`crate::error::Error::DoesNotFit`] with numbers, or bad input.
-pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()> {
+pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     let (config, notices) = settings.model_shape()?;
-    let parameters = config.parameters();
     // The plan is for one rank of many like it; only this one's hardware is looked at.
     let hardware = Hardware::open(settings, &World::alone())?;
-    let world = ranks.unwrap_or(World::from_env()?.world);
-    let steps = settings.max_steps.unwrap_or(1);
-    let options = session::options(
-        settings,
-        config,
-        settings.max_length as u64,
-        settings.batch_size,
-        settings.gradient_accumulation_steps,
-        steps,
-    );
-    let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world)?;
-    if as_json {
+    let world = wanted.ranks.unwrap_or(World::from_env()?.world);
+    let of = |settings: &Settings, config: ModelConfig| {
+        let (micros, steps) = (settings.gradient_accumulation_steps, settings.max_steps.unwrap_or(1));
+        let sequence = settings.max_length as u64;
+        let options = session::options(settings, config, sequence, settings.batch_size, micros, steps);
+        session::plan(settings, options, &hardware, world)
+    };
+    let mut config = config;
+    let mut found = None;
+    if wanted.largest {
+        // Whether it fits at all shows where most is computed again; how it goes best is planned afterwards.
+        let mut least = settings.clone();
+        if least.memory.recompute == Recompute::Auto {
+            least.memory.recompute = Recompute::Full;
+        }
+        let with = |blocks| ModelConfig { num_hidden_layers: blocks, ..config.clone() };
+        let (blocks, refusal) = largest(|blocks| of(&least, with(blocks)).map(drop))?;
+        config.num_hidden_layers = blocks;
+        found = Some(refusal);
+    }
+    let parameters = config.parameters();
+    let (blueprint, plan, estimate) = of(settings, config.clone())?;
+    if wanted.json {
         println!("{}", as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters));
         return Ok(());
     }
@@ -43,6 +65,16 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
     }
     let chunks = counted(blueprint.layout().chunk_ids().count() as u64, "chunks");
     println!("{parameters} parameters on {}, {chunks}", counted(world.into(), "ranks"));
+    if let Some(refusal) = found {
+        let memory = plan.budgets.device + plan.budgets.host;
+        let density = parameters as f64 * f64::from(world) / 1e9 / (memory as f64 * f64::from(world) / 1e11);
+        println!(
+            "largest of this shape: {} of {:.2} billion parameters, {density:.1} billion per 100 GB of device and host \
+             memory; one more: {refusal}",
+            counted(config.num_hidden_layers, "blocks"),
+            parameters as f64 / 1e9
+        );
+    }
     print!("{}", account::plan_lines(&plan, blueprint.layout(), &plan.predicted.ledger));
     for (role, tiers) in by_role(&blueprint, &plan) {
         let tiers: Vec<String> = tiers.iter().map(|(tier, bytes)| format!("{tier} {}", Bytes(*bytes))).collect();
@@ -71,6 +103,26 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
         );
     }
     Ok(())
+}
+
+/// The most that `fits` takes, and why it does not take one more.
+fn largest(fits: impl Fn(u64) -> Result<()>) -> Result<(u64, Error)> {
+    let (mut most, mut step) = (0, 1);
+    let mut refusal = None;
+    // Doubles until it is too much, then halves.
+    while step > 0 {
+        match fits(most + step) {
+            Ok(()) => most += step,
+            Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
+            Err(other) => return Err(other),
+        }
+        step = if refusal.is_none() { 2 * step } else { step / 2 };
+    }
+    match refusal {
+        Some(refusal) if most > 0 => Ok((most, refusal)),
+        Some(refusal) => Err(refusal),
+        None => unreachable!("the search ends at a refusal"),
+    }
 }
 
 fn by_role(blueprint: &Blueprint, plan: &Plan) -> BTreeMap<Role, BTreeMap<Tier, u64>> {
@@ -128,4 +180,24 @@ fn as_value(
         "rates": rates,
         "chunks": homes,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_that_fits_is_found() {
+        let up_to = |limit: u64| {
+            move |blocks: u64| {
+                if blocks <= limit { Ok(()) } else { Err(Error::DoesNotFit(format!("{blocks} of {limit}"))) }
+            }
+        };
+        for limit in 1..100 {
+            let (most, refusal) = largest(up_to(limit)).unwrap();
+            assert_eq!(most, limit);
+            assert!(refusal.to_string().contains(&format!("{} of {limit}", limit + 1)), "{refusal}");
+        }
+        assert!(largest(up_to(0)).is_err(), "not one block fits");
+    }
 }
