@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::chat::ChatTemplate;
 use crate::config::json;
 use crate::error::{Error, Result};
 
@@ -27,6 +28,7 @@ pub struct Tokenizer {
     eos: Option<u32>,
     vocabulary: u64,
     name: String,
+    chat: ChatTemplate,
 }
 
 enum Kind {
@@ -44,6 +46,7 @@ impl Tokenizer {
             eos: Some(BYTES_EOS),
             vocabulary: BYTES_VOCABULARY,
             name: "bytes".into(),
+            chat: ChatTemplate::new(None, String::new(), String::new()),
         }
     }
 
@@ -73,32 +76,37 @@ impl Tokenizer {
         }
         // The strict reader first: it places mistakes, which the tokenizer's own reader does not.
         json::read(&path)?;
-        let refuse = |e| Error::Usage(format!("{}: not a tokenizer: {e}", path.display()));
-        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(refuse)?;
+        let inner = tokenizers::Tokenizer::from_file(&path)
+            .map_err(|e| Error::Usage(format!("{}: not a tokenizer: {e}", path.display())))?;
+        let config = beside(&path, "tokenizer_config.json")?;
+        let special = |key: &str| config.as_ref().and_then(|c| token_name(&c[key]).map(str::to_owned));
+        let named = Named { bos: special("bos_token"), eos: special("eos_token"), chat: chat(&path, config.as_ref())? };
+        Tokenizer::of(inner, path.display().to_string(), named)
+    }
+
+    /// A tokenizer of the library, with the special tokens that its file names.
+    ///
+    /// # Errors
+    /// If the vocabulary lacks one of them.
+    fn of(mut inner: tokenizers::Tokenizer, name: String, named: Named) -> Result<Tokenizer> {
         // Files saved from a running pipeline carry its truncation, which would cut documents silently.
-        inner.with_truncation(None).map_err(refuse)?;
+        inner.with_truncation(None).map_err(|e| Error::Usage(format!("{name}: not a tokenizer: {e}")))?;
         inner.with_padding(None);
+        // It would add nothing, and shorten the places of tokens by their blanks.
+        inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
         let ids = inner.get_vocab(true);
         let vocabulary = ids.values().max().map_or(0, |id| u64::from(*id) + 1);
-        let config = beside(&path, "tokenizer_config.json")?;
-        let special = |key: &str, usual: &[&str]| -> Result<Option<u32>> {
-            if let Some(name) = config.as_ref().and_then(|c| token_name(&c[key])) {
-                return ids.get(name).copied().map(Some).ok_or_else(|| {
-                    Error::Usage(format!(
-                        "{}: tokenizer_config.json names {key} {name:?}, which the vocabulary does not have",
-                        path.display()
-                    ))
-                });
-            }
-            Ok(usual.iter().find_map(|name| ids.get(*name).copied()))
+        let special = |key: &str, token: &Option<String>, usual: &[&str]| match token {
+            Some(token) => ids.get(token).copied().map(Some).ok_or_else(|| {
+                Error::Usage(format!("{name}: {key} is stated to be {token:?}, which the vocabulary does not have"))
+            }),
+            None => Ok(usual.iter().find_map(|token| ids.get(*token).copied())),
         };
-        Ok(Tokenizer {
-            bos: special("bos_token", BOS_NAMES)?,
-            eos: special("eos_token", EOS_NAMES)?,
-            vocabulary,
-            name: path.display().to_string(),
-            kind: Kind::File(Box::new(inner)),
-        })
+        let bos = special("bos_token", &named.bos, BOS_NAMES)?;
+        let eos = special("eos_token", &named.eos, EOS_NAMES)?;
+        let text = |id: Option<u32>| id.and_then(|id| inner.id_to_token(id)).unwrap_or_default();
+        let chat = ChatTemplate::new(named.chat, text(bos), text(eos));
+        Ok(Tokenizer { bos, eos, vocabulary, name, chat, kind: Kind::File(Box::new(inner)) })
     }
 
     /// Appends the ids of `text` alone to `ids`.
@@ -115,6 +123,42 @@ impl Tokenizer {
             }
         }
         Ok(())
+    }
+
+    /// Gives each id of `text` with the byte of the text at which its token begins.
+    ///
+    /// # Errors
+    /// If the tokenizer refuses the text.
+    pub(super) fn encode_placed(&self, text: &str, give: &mut dyn FnMut(u32, usize)) -> Result<()> {
+        match &self.kind {
+            Kind::Bytes => text.bytes().enumerate().for_each(|(at, byte)| give(u32::from(byte), at)),
+            Kind::File(inner) => {
+                let encoding = inner.encode(text, false).map_err(|e| Error::Failed(format!("{}: {e}", self.name)))?;
+                for (id, (begins, _)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
+                    give(*id, *begins);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The text of `ids`, special tokens left out. Bytes that form no character become U+FFFD.
+    ///
+    /// # Errors
+    /// If the tokenizer refuses the ids.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        match &self.kind {
+            Kind::Bytes => {
+                let bytes: Vec<u8> = ids.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Kind::File(inner) => inner.decode(ids, true).map_err(|e| Error::Failed(format!("{}: {e}", self.name))),
+        }
+    }
+
+    /// How a chat is written.
+    pub(super) const fn chat(&self) -> &ChatTemplate {
+        &self.chat
     }
 
     /// Id at the beginning of a document, if the vocabulary has one.
@@ -163,6 +207,31 @@ impl Tokenizer {
         }
         Ok(())
     }
+}
+
+/// What a tokenizer's files say beside its vocabulary.
+struct Named {
+    bos: Option<String>,
+    eos: Option<String>,
+    chat: Option<String>,
+}
+
+/// The chat template: a file of its own, or part of `tokenizer_config.json`, alone or as the `default` of several.
+fn chat(tokenizer: &Path, config: Option<&Value>) -> Result<Option<String>> {
+    let file = tokenizer.with_file_name("chat_template.jinja");
+    if file.is_file() {
+        let text = std::fs::read_to_string(&file);
+        return text.map(Some).map_err(|e| Error::Usage(format!("{}: cannot be read: {e}", file.display())));
+    }
+    Ok(match config.map(|config| &config["chat_template"]) {
+        Some(Value::String(text)) => Some(text.clone()),
+        Some(Value::Array(several)) => several
+            .iter()
+            .find(|one| one["name"] == "default")
+            .and_then(|one| one["template"].as_str())
+            .map(str::to_owned),
+        _ => None,
+    })
 }
 
 fn beside(path: &Path, name: &str) -> Result<Option<Value>> {
