@@ -11,6 +11,7 @@ mod chat;
 mod document;
 mod files;
 mod format;
+mod gguf_tokenizer;
 mod pack;
 mod packed;
 mod parquet;
@@ -25,7 +26,7 @@ pub use pack::{PackSummary, pack};
 pub use packed::PackedRows;
 pub use sampler::{Order, Sampler, held_out};
 pub use text::OnBadRecord;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{Tokenizer, is_gguf, write_gguf_tokenizer};
 pub use tokens::{TokenFile, TokenFormat};
 
 use crate::error::{Error, Result};

@@ -26,8 +26,8 @@ type Outcome<T> = std::result::Result<T, String>;
 #[derive(Clone, Debug)]
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
-    /// The template's text, if the tokenizer has one.
-    source: Option<String>,
+    /// Whether the template is the tokenizer's own.
+    own: bool,
     /// Why the template cannot be used: it matters only once there is a chat.
     broken: Option<String>,
     bos: String,
@@ -47,12 +47,7 @@ impl ChatTemplate {
         });
         let text = source.as_deref().map_or(PLAIN.into(), without_generation_tags);
         let broken = environment.add_template_owned(NAME, text).err().map(|error| explained(&error));
-        ChatTemplate { environment, source, broken, bos, eos }
-    }
-
-    /// The template's text as the tokenizer has it, if it does.
-    pub fn source(&self) -> Option<&str> {
-        self.source.as_deref()
+        ChatTemplate { environment, own: source.is_some(), broken, bos, eos }
     }
 
     /// The document of a record with `messages`, or `prompt` and `completion`; `None` if it has neither.
@@ -92,7 +87,7 @@ impl ChatTemplate {
             if !message["role"].is_string() {
                 return Err(format!("message {index} has no \"role\", a string was expected"));
             }
-            if self.source.is_none() && !message["content"].is_string() {
+            if !self.own && !message["content"].is_string() {
                 return Err(format!("message {index} has no \"content\", a string was expected"));
             }
         }
@@ -118,7 +113,7 @@ impl ChatTemplate {
         if answers.is_empty() {
             return Err(format!("no message has the role \"{ASSISTANT}\": nothing of the record would count"));
         }
-        Ok(Document { text, answers: Some(answers), framed: self.source.is_some() })
+        Ok(Document { text, answers: Some(answers), framed: self.own })
     }
 
     /// Where the rendering of the first messages ends in that of all.

@@ -1,10 +1,11 @@
-//! Text to token ids: the embedded byte-level tokenizer, or a `tokenizer.json`.
+//! Text to token ids: the embedded byte-level tokenizer, a `tokenizer.json`, or what a GGUF file holds.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::chat::ChatTemplate;
+use super::gguf_tokenizer;
 use crate::config::json;
 use crate::error::{Error, Result};
 
@@ -50,7 +51,7 @@ impl Tokenizer {
         }
     }
 
-    /// The tokenizer that `--tokenizer` names: `bytes`, a `tokenizer.json`, or a folder that holds one.
+    /// The tokenizer that `--tokenizer` names: `bytes`, a `tokenizer.json`, a folder that holds one, or a GGUF file.
     ///
     /// # Errors
     /// [`Error::Usage`] if there is none or it cannot be read.
@@ -59,6 +60,13 @@ impl Tokenizer {
             return Ok(Tokenizer::bytes());
         }
         let mut path = PathBuf::from(name);
+        if is_gguf(&path) {
+            let files = gguf_tokenizer::files(&path)?;
+            let inner = files.tokenizer.to_string().parse();
+            let inner: tokenizers::Tokenizer =
+                inner.map_err(|e| Error::Usage(format!("{name}: its tokenizer is not sound: {e}")))?;
+            return Tokenizer::of(inner, name.into(), Named::of(&files.config));
+        }
         if path.is_dir() {
             if !path.join("tokenizer.json").exists() && path.join("tokenizer.model").exists() {
                 return Err(Error::Usage(format!(
@@ -79,8 +87,13 @@ impl Tokenizer {
         let inner = tokenizers::Tokenizer::from_file(&path)
             .map_err(|e| Error::Usage(format!("{}: not a tokenizer: {e}", path.display())))?;
         let config = beside(&path, "tokenizer_config.json")?;
-        let special = |key: &str| config.as_ref().and_then(|c| token_name(&c[key]).map(str::to_owned));
-        let named = Named { bos: special("bos_token"), eos: special("eos_token"), chat: chat(&path, config.as_ref())? };
+        let mut named = config.as_ref().map(Named::of).unwrap_or_default();
+        let template = path.with_file_name("chat_template.jinja");
+        if template.is_file() {
+            let text = std::fs::read_to_string(&template)
+                .map_err(|e| Error::Usage(format!("{}: cannot be read: {e}", template.display())))?;
+            named.chat = Some(text);
+        }
         Tokenizer::of(inner, path.display().to_string(), named)
     }
 
@@ -209,29 +222,47 @@ impl Tokenizer {
     }
 }
 
+/// Writes the tokenizer of the GGUF file `path` into a Hugging Face folder.
+///
+/// # Errors
+/// If the file has none that is read, or a file cannot be written.
+pub fn write_gguf_tokenizer(path: &Path, folder: &Path) -> Result<()> {
+    let files = gguf_tokenizer::files(path)?;
+    for (name, value) in [("tokenizer.json", files.tokenizer), ("tokenizer_config.json", files.config)] {
+        let file = folder.join(name);
+        std::fs::write(&file, format!("{value:#}\n"))
+            .map_err(|e| Error::Failed(format!("{}: write failed: {e}", file.display())))?;
+    }
+    Ok(())
+}
+
+/// Whether `path` is taken for a GGUF file, by its name.
+pub fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"))
+}
+
 /// What a tokenizer's files say beside its vocabulary.
+#[derive(Default)]
 struct Named {
     bos: Option<String>,
     eos: Option<String>,
+    /// The chat template.
     chat: Option<String>,
 }
 
-/// The chat template: a file of its own, or part of `tokenizer_config.json`, alone or as the `default` of several.
-fn chat(tokenizer: &Path, config: Option<&Value>) -> Result<Option<String>> {
-    let file = tokenizer.with_file_name("chat_template.jinja");
-    if file.is_file() {
-        let text = std::fs::read_to_string(&file);
-        return text.map(Some).map_err(|e| Error::Usage(format!("{}: cannot be read: {e}", file.display())));
+impl Named {
+    /// From a `tokenizer_config.json`. Of several chat templates the one named `default` is meant.
+    fn of(config: &Value) -> Named {
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        let chat = match &config["chat_template"] {
+            Value::Array(several) => {
+                several.iter().find(|one| one["name"] == "default").and_then(|one| text(&one["template"]))
+            }
+            one => text(one),
+        };
+        let token = |key: &str| token_name(&config[key]).map(str::to_owned);
+        Named { bos: token("bos_token"), eos: token("eos_token"), chat }
     }
-    Ok(match config.map(|config| &config["chat_template"]) {
-        Some(Value::String(text)) => Some(text.clone()),
-        Some(Value::Array(several)) => several
-            .iter()
-            .find(|one| one["name"] == "default")
-            .and_then(|one| one["template"].as_str())
-            .map(str::to_owned),
-        _ => None,
-    })
 }
 
 fn beside(path: &Path, name: &str) -> Result<Option<Value>> {
