@@ -42,7 +42,11 @@ fn run() -> Result<u8> {
             for notice in &summary.notices {
                 eprintln!("castor: {notice}");
             }
-            println!("{} tokens of {} documents in {}", summary.tokens, summary.documents, out.display());
+            let counted = match summary.tokens == summary.counted {
+                true => String::new(),
+                false => format!(" ({} count in the loss)", summary.counted),
+            };
+            println!("{} tokens{counted} of {} documents in {}", summary.tokens, summary.documents, out.display());
         }
         Command::Sample { settings, request } => sample::main(&settings, &request)?,
         Command::Report(run_dir) => report::main(&run_dir)?,
