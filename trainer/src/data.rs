@@ -19,6 +19,7 @@ mod sampler;
 mod text;
 mod tokenizer;
 mod tokens;
+mod words;
 
 use std::path::PathBuf;
 

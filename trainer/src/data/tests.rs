@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 mod chats;
 mod formats;
+mod words;
 
 use super::text::tokenize;
 use super::{DataSpec, OnBadRecord, PackedRows, TokenFile, TokenFormat, Tokenizer, open, pack};

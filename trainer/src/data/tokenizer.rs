@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::chat::ChatTemplate;
 use super::gguf_tokenizer;
+use super::words::Words;
 use crate::config::json;
 use crate::error::{Error, Result};
 
@@ -34,7 +35,8 @@ pub struct Tokenizer {
 
 enum Kind {
     Bytes,
-    File(Box<tokenizers::Tokenizer>),
+    /// The second: remembered words, where they can be known.
+    File(Box<tokenizers::Tokenizer>, Option<Words>),
 }
 
 impl Tokenizer {
@@ -65,7 +67,7 @@ impl Tokenizer {
             let inner = files.tokenizer.to_string().parse();
             let inner: tokenizers::Tokenizer =
                 inner.map_err(|e| Error::Usage(format!("{name}: its tokenizer is not sound: {e}")))?;
-            return Tokenizer::of(inner, name.into(), Named::of(&files.config));
+            return Tokenizer::of(inner, &files.tokenizer, name.into(), Named::of(&files.config));
         }
         if path.is_dir() {
             if !path.join("tokenizer.json").exists() && path.join("tokenizer.model").exists() {
@@ -83,7 +85,7 @@ impl Tokenizer {
             )));
         }
         // The strict reader first: it places mistakes, which the tokenizer's own reader does not.
-        json::read(&path)?;
+        let file = json::read(&path)?;
         let inner = tokenizers::Tokenizer::from_file(&path)
             .map_err(|e| Error::Usage(format!("{}: not a tokenizer: {e}", path.display())))?;
         let config = beside(&path, "tokenizer_config.json")?;
@@ -94,14 +96,14 @@ impl Tokenizer {
                 .map_err(|e| Error::Usage(format!("{}: cannot be read: {e}", template.display())))?;
             named.chat = Some(text);
         }
-        Tokenizer::of(inner, path.display().to_string(), named)
+        Tokenizer::of(inner, &file, path.display().to_string(), named)
     }
 
-    /// A tokenizer of the library, with the special tokens that its file names.
+    /// A tokenizer of the library, written as `file`, with the special tokens that its configuration names.
     ///
     /// # Errors
     /// If the vocabulary lacks one of them.
-    fn of(mut inner: tokenizers::Tokenizer, name: String, named: Named) -> Result<Tokenizer> {
+    fn of(mut inner: tokenizers::Tokenizer, file: &Value, name: String, named: Named) -> Result<Tokenizer> {
         // Files saved from a running pipeline carry its truncation, which would cut documents silently.
         inner.with_truncation(None).map_err(|e| Error::Usage(format!("{name}: not a tokenizer: {e}")))?;
         inner.with_padding(None);
@@ -119,7 +121,7 @@ impl Tokenizer {
         let eos = special("eos_token", &named.eos, EOS_NAMES)?;
         let text = |id: Option<u32>| id.and_then(|id| inner.id_to_token(id)).unwrap_or_default();
         let chat = ChatTemplate::new(named.chat, text(bos), text(eos));
-        Ok(Tokenizer { bos, eos, vocabulary, name, chat, kind: Kind::File(Box::new(inner)) })
+        Ok(Tokenizer { bos, eos, vocabulary, name, chat, kind: Kind::File(Box::new(inner), Words::of(file)) })
     }
 
     /// Appends the ids of `text` alone to `ids`.
@@ -129,10 +131,15 @@ impl Tokenizer {
     pub fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         match &self.kind {
             Kind::Bytes => ids.extend(text.bytes().map(u32::from)),
-            Kind::File(inner) => {
-                let encoding =
-                    inner.encode_fast(text, false).map_err(|e| Error::Failed(format!("{}: {e}", self.name)))?;
-                ids.extend_from_slice(encoding.get_ids());
+            Kind::File(inner, words) => {
+                let encode = |text: &str| match inner.encode_fast(text, false) {
+                    Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+                    Err(error) => Err(Error::Failed(format!("{}: {error}", self.name))),
+                };
+                match words {
+                    Some(words) => words.encode(text, ids, encode)?,
+                    None => ids.extend(encode(text)?),
+                }
             }
         }
         Ok(())
@@ -145,7 +152,7 @@ impl Tokenizer {
     pub(super) fn encode_placed(&self, text: &str, give: &mut dyn FnMut(u32, usize)) -> Result<()> {
         match &self.kind {
             Kind::Bytes => text.bytes().enumerate().for_each(|(at, byte)| give(u32::from(byte), at)),
-            Kind::File(inner) => {
+            Kind::File(inner, _) => {
                 let encoding = inner.encode(text, false).map_err(|e| Error::Failed(format!("{}: {e}", self.name)))?;
                 for (id, (begins, _)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
                     give(*id, *begins);
@@ -165,7 +172,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::File(inner) => inner.decode(ids, true).map_err(|e| Error::Failed(format!("{}: {e}", self.name))),
+            Kind::File(inner, _) => inner.decode(ids, true).map_err(|e| Error::Failed(format!("{}: {e}", self.name))),
         }
     }
 
