@@ -135,7 +135,7 @@ impl Words {
                 Some(Class::Digit) => !self.digits,
                 Some(Class::Other) => {
                     let next = text[at + 1..].chars().next();
-                    next.is_some_and(|c| !c.is_ascii() && !c.is_whitespace() && !(self.digits && c.is_numeric()))
+                    next.is_some_and(|c| !(c.is_ascii() || c.is_whitespace() || self.digits && c.is_numeric()))
                 }
                 Some(Class::Blank) | None => false,
             };
