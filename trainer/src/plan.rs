@@ -25,7 +25,7 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
     let hardware = Hardware::open(settings, &World::alone())?;
     let world = ranks.unwrap_or(World::from_env()?.world);
     let steps = settings.max_steps.unwrap_or(1);
-    let options = session::options(
+    let mut options = session::options(
         settings,
         config,
         settings.max_length as u64,
@@ -33,6 +33,7 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
         settings.gradient_accumulation_steps,
         steps,
     );
+    options.evaluates = !settings.output.eval_data.is_empty() || settings.output.eval_fraction > 0.0;
     let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world)?;
     if as_json {
         println!("{}", as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters));
