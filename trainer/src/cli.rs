@@ -13,6 +13,7 @@ use crate::data::{DataSpec, OnBadRecord};
 use crate::error::{Error, Result};
 use crate::plan::Wanted;
 use crate::rendezvous::World;
+use crate::sample::{Choice, Request};
 use crate::settings::elsewhere::{IGNORED, ONLY_OFF, REFUSED};
 use crate::settings::raw::{Origin, Raw};
 use crate::settings::table::{self, FLAGS, Flag, Kind, SHORTHANDS};
@@ -63,6 +64,13 @@ pub enum Command {
         out: PathBuf,
         /// How weights are stored.
         dtype: ExportDType,
+    },
+    /// `castor sample MODEL`
+    Sample {
+        /// Which hardware and precision.
+        settings: Box<Settings>,
+        /// What text.
+        request: Request,
     },
     /// `castor report RUN_DIR`
     Report(PathBuf),
@@ -137,14 +145,9 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             },
         }),
         Some(("report", matches)) => Ok(Command::Report(required(matches, "run_dir").into())),
+        Some(("sample", matches)) => sample(matches),
         Some(("doctor", matches)) => {
-            let mut raw = Raw::default();
-            for flag in doctor_flags() {
-                if let Some(values) = matches.get_many::<String>(flag.key) {
-                    raw.set(flag.key, values.cloned().collect(), Origin::Flag)?;
-                }
-            }
-            let settings = Box::new(Settings::resolve(&raw, Vec::new())?);
+            let settings = Box::new(Settings::resolve(&given(matches, doctor_flags())?, Vec::new())?);
             Ok(Command::Doctor { bench: matches.get_flag("bench"), settings })
         }
         _ => unreachable!("clap asks for a sub-command"),
@@ -210,13 +213,8 @@ fn world() -> Result<u32> {
 
 /// The settings that `train`, `plan` and `parity` share, for as many ranks as `world` says.
 fn training(matches: &ArgMatches, world: &dyn Fn() -> Result<u32>) -> Result<Asked> {
-    let mut raw = Raw::default();
+    let mut raw = given(matches, FLAGS.iter())?;
     let mut notices = Vec::new();
-    for flag in FLAGS {
-        if let Some(values) = matches.get_many::<String>(flag.key) {
-            raw.set(flag.key, values.cloned().collect(), Origin::Flag)?;
-        }
-    }
     for short in SHORTHANDS {
         if matches.contains_id(short.names[0]) && truth(matches, short.names[0])? {
             raw.set(short.key, vec![short.value.into()], Origin::Flag)?;
@@ -267,6 +265,43 @@ fn pack(matches: &ArgMatches) -> Result<Command> {
     })
 }
 
+fn sample(matches: &ArgMatches) -> Result<Command> {
+    let number = |id: &str, expected: &str| {
+        let text = required(matches, id);
+        let number = text.parse::<f64>().ok().filter(|x| x.is_finite() && *x >= 0.0);
+        number.ok_or_else(|| Error::Usage(format!("--{id} is {text}; {expected} was expected")))
+    };
+    let whole = |id: &str| match number(id, "a whole number")? {
+        x if x.fract() == 0.0 && x < 1e9 => Ok(x as usize),
+        x => Err(Error::Usage(format!("--{id} is {x}; a whole number below 10⁹ was expected"))),
+    };
+    let raw = given(matches, sample_flags())?;
+    let settings = Box::new(Settings::resolve(&raw, Vec::new())?);
+    let request = Request {
+        model: required(matches, "from").into(),
+        tokenizer: raw.values("tokenizer").pop(),
+        prompt: required(matches, "prompt"),
+        max_new_tokens: whole("max_new_tokens")?,
+        choice: Choice {
+            temperature: number("temperature", "a number of at least 0")?,
+            top_k: Some(whole("top_k")?).filter(|k| *k > 0),
+            seed: settings.seed,
+        },
+    };
+    Ok(Command::Sample { settings, request })
+}
+
+/// What was given of some rows of the table.
+fn given(matches: &ArgMatches, flags: impl Iterator<Item = &'static Flag>) -> Result<Raw> {
+    let mut raw = Raw::default();
+    for flag in flags {
+        if let Some(values) = matches.get_many::<String>(flag.key) {
+            raw.set(flag.key, values.cloned().collect(), Origin::Flag)?;
+        }
+    }
+    Ok(raw)
+}
+
 fn value(matches: &ArgMatches, id: &str) -> Option<String> {
     matches.get_one::<String>(id).cloned()
 }
@@ -292,10 +327,14 @@ fn tree() -> clap::Command {
     let option = |id: &'static str, help: &'static str| Arg::new(id).long(id).help(help).allow_negative_numbers(true);
     let switch = |id: &'static str, help: &'static str| Arg::new(id).long(id).action(ArgAction::SetTrue).help(help);
     let pack = command("pack", "Tokenise text once, into a file that every run maps")
-        .arg(path("input", "Text and jsonl files, folders, globs").num_args(1..))
+        .arg(path("input", "Text, jsonl (.gz, .zst) and parquet files, folders, globs").num_args(1..))
         .arg(option("tokenizer", "`bytes`, a tokenizer.json or its folder").required(true))
         .arg(option("out", "Folder to write").required(true))
-        .arg(option("text_field", "Name of the text in a JSON record").default_value("text"))
+        .arg(
+            option("text_field", "Name of the text in a JSON record or of a parquet column")
+                .alias("text_column")
+                .default_value("text"),
+        )
         .arg(option("on_bad_record", "stop, or skip and count").value_parser(["stop", "skip"]).default_value("stop"))
         .arg(boolean_flag("add_bos").default_value("true").help("BOS before each document"))
         .arg(boolean_flag("add_eos").default_value("true").help("EOS after each document"));
@@ -338,6 +377,15 @@ fn tree() -> clap::Command {
                 ),
         )
         .subcommand(
+            command("sample", "Let a model go on with a text")
+                .arg(path("from", "Hugging Face folder, GGUF file, checkpoint, or a run's folder: its latest"))
+                .arg(option("prompt", "What the text begins with").required(true))
+                .arg(option("max_new_tokens", "Tokens after it, at most").default_value("64"))
+                .arg(option("temperature", "Divides the logits; 0: always the likeliest token").default_value("0"))
+                .arg(option("top_k", "Draw from so many of the likeliest tokens; 0: all").default_value("0"))
+                .args(sample_flags().map(argument)),
+        )
+        .subcommand(
             command("report", "Render the report of a recorded run").arg(path("run_dir", "The run's --output_dir")),
         )
         .subcommand(
@@ -350,6 +398,22 @@ fn tree() -> clap::Command {
 /// The rows of the table that `doctor` takes.
 fn doctor_flags() -> impl Iterator<Item = &'static Flag> {
     FLAGS.iter().filter(|flag| matches!(flag.key, "backend" | "nvme"))
+}
+
+/// The rows of the table that `sample` takes.
+fn sample_flags() -> impl Iterator<Item = &'static Flag> {
+    const TAKEN: [&str; 9] = [
+        "tokenizer",
+        "seed",
+        "add_bos",
+        "mixed_precision",
+        "plugin",
+        "device_memory",
+        "host_memory",
+        "nvme",
+        "backend",
+    ];
+    FLAGS.iter().filter(|flag| TAKEN.contains(&flag.key))
 }
 
 /// A row of the table as clap knows it.

@@ -74,9 +74,13 @@ impl ModelConfig {
     /// [`Error::Usage`], naming file, field and value, for anything that this trainer would compute
     /// differently from what the file asks.
     pub fn from_json_file(path: &Path) -> Result<(ModelConfig, Vec<String>)> {
-        let value = json::read(path)?;
+        ModelConfig::from_value(&json::read(path)?, path)
+    }
+
+    /// As [`ModelConfig::from_json_file`], from the value; errors and notices name `path`.
+    pub(crate) fn from_value(value: &Value, path: &Path) -> Result<(ModelConfig, Vec<String>)> {
         let mut notices = Vec::new();
-        let config = fields::Fields::of(&value)
+        let config = fields::Fields::of(value)
             .and_then(|fields| fields.model(&mut notices))
             .map_err(|reason| Error::Usage(format!("{}: {reason}", path.display())))?;
         for notice in &mut notices {

@@ -1,19 +1,25 @@
 //! From files to training rows: text or tokens in, rows of S tokens and the order of their use out.
 //!
-//! Owns the tokenizer, the readers of text and token files, packing into rows ([`PackedRows`], a [`Rows`]),
+//! Owns the tokenizer, the readers of text, instruction and token files, packing into rows ([`PackedRows`], a [`Rows`]),
 //! the order of rows over epochs and ranks ([`Sampler`]) and `castor data pack`. Everything is a function of
 //! the files and the seed, so all ranks agree without talking. It never guesses: a file whose format is not
 //! plain from its name and header is refused with the flag that says it.
 //!
 //! [`Rows`]: crate::source::Rows
 
+mod chat;
+mod document;
 mod files;
+mod format;
+mod gguf_tokenizer;
 mod pack;
 mod packed;
+mod parquet;
 mod sampler;
 mod text;
 mod tokenizer;
 mod tokens;
+mod words;
 
 use std::path::PathBuf;
 
@@ -21,7 +27,7 @@ pub use pack::{PackSummary, pack};
 pub use packed::PackedRows;
 pub use sampler::{Order, Sampler, held_out};
 pub use text::OnBadRecord;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{Tokenizer, is_gguf, write_gguf_tokenizer};
 pub use tokens::{TokenFile, TokenFormat};
 
 use crate::error::{Error, Result, counted};
@@ -31,7 +37,7 @@ use crate::error::{Error, Result, counted};
 pub struct DataSpec {
     /// Files, folders and globs, as given.
     pub inputs: Vec<String>,
-    /// Name of the text in a JSON record.
+    /// Name of the text in a JSON record, or of a parquet file's column.
     pub text_field: String,
     /// What a record that cannot be used does.
     pub on_bad_record: OnBadRecord,
@@ -78,7 +84,7 @@ pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) ->
         let tokenizer = &Tokenizer::open(tokenizer)?;
         tokenizer.check_fits(vocabulary)?;
         let mut ids = Vec::new();
-        let documents = text::tokenize(spec, tokenizer, &texts, &mut notices, &mut |document| {
+        let count = text::tokenize(spec, tokenizer, &texts, &mut notices, &mut |document| {
             ids.extend_from_slice(document);
             Ok(())
         })?;
@@ -88,10 +94,14 @@ pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) ->
         notices.push(format!(
             "{} from {} in {}, each document {}",
             counted(ids.len() as u64, "tokens"),
-            counted(documents, "documents"),
+            counted(count.documents, "documents"),
             counted(texts.len() as u64, "files"),
             tokenizer.framing(spec.bos, spec.eos)
         ));
+        if count.chats > 0 {
+            let counted = ids.iter().filter(|id| *id & document::SILENT == 0).count();
+            notices.push(format!("{} documents are instructions, {counted} tokens count in the loss", count.chats));
+        }
         PackedRows::from_ids(ids, length)
     } else {
         let mut files = Vec::with_capacity(tokens.len());

@@ -2,7 +2,7 @@
 //!
 //! What to compute: [`config`] and [`settings`] say what is wanted, [`model`] and the step write it out,
 //! [`blueprint`] plans it, [`engine`] runs the plan, [`data`] and [`weights`] feed it, [`checkpoint`] keeps it,
-//! [`launcher`] and [`rendezvous`] make ranks of it, [`report`] says what happened.
+//! [`launcher`] and [`rendezvous`] make ranks of it, [`report`] says what happened, [`sample`] shows what was learnt.
 #![forbid(unsafe_code)]
 
 pub mod account;
@@ -16,6 +16,7 @@ pub mod doctor;
 pub mod engine;
 pub mod error;
 pub mod estimate;
+pub mod evaluation;
 pub mod inputs;
 pub mod launcher;
 pub mod loss_scale;
@@ -29,6 +30,7 @@ pub mod plugin;
 pub mod rates;
 pub mod rendezvous;
 pub mod report;
+pub mod sample;
 pub mod session;
 pub mod settings;
 pub mod source;

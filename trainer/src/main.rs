@@ -9,7 +9,7 @@ use castor_trainer::data::{self, Tokenizer};
 use castor_trainer::doctor::{self, Finding, Probes};
 use castor_trainer::error::Result;
 use castor_trainer::launcher::{self, Setup};
-use castor_trainer::{checkpoint, measure, plan, report, session, train};
+use castor_trainer::{checkpoint, measure, plan, report, sample, session, train};
 
 fn main() -> ExitCode {
     match run() {
@@ -42,8 +42,13 @@ fn run() -> Result<u8> {
             for notice in &summary.notices {
                 eprintln!("castor: {notice}");
             }
-            println!("{} tokens of {} documents in {}", summary.tokens, summary.documents, out.display());
+            let counted = match summary.tokens == summary.counted {
+                true => String::new(),
+                false => format!(" ({} count in the loss)", summary.counted),
+            };
+            println!("{} tokens{counted} of {} documents in {}", summary.tokens, summary.documents, out.display());
         }
+        Command::Sample { settings, request } => sample::main(&settings, &request)?,
         Command::Report(run_dir) => report::main(&run_dir)?,
         Command::Doctor { bench, settings } => {
             survey(settings.memory.nvme.as_deref().unwrap_or(Path::new(".")));

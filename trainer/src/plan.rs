@@ -38,7 +38,8 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     let of = |settings: &Settings, config: ModelConfig| {
         let (micros, steps) = (settings.gradient_accumulation_steps, settings.max_steps.unwrap_or(1));
         let sequence = settings.max_length as u64;
-        let options = session::options(settings, config, sequence, settings.batch_size, micros, steps);
+        let mut options = session::options(settings, config, sequence, settings.batch_size, micros, steps);
+        options.evaluates = !settings.output.eval_data.is_empty() || settings.output.eval_fraction > 0.0;
         session::plan(settings, options, &hardware, world)
     };
     let mut config = config;

@@ -20,7 +20,7 @@ use crate::settings::{
     BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, StateFormat,
 };
 use crate::source::TensorSource;
-use crate::weights::{HfFolder, RandomWeights};
+use crate::weights::{self, RandomWeights};
 use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_kernels::link::{Link, LinkOptions};
 use castor_kernels::{Backend, DType};
@@ -357,10 +357,7 @@ pub fn engine(backend: Arc<dyn Backend>, blueprint: &Blueprint, plan: Plan) -> R
 pub fn load(settings: &Settings, engine: &mut Engine) -> Result<Vec<String>> {
     let config = engine.options().config.clone();
     let (source, notices): (Box<dyn TensorSource>, Vec<String>) = match &settings.model {
-        Some(folder) => {
-            let (folder, notices) = HfFolder::open(folder, &config)?;
-            (Box::new(folder), notices)
-        }
+        Some(path) => weights::open(path, &config)?,
         None => (Box::new(RandomWeights::new(&config, settings.seed)), Vec::new()),
     };
     engine.load(&*source)?;

@@ -22,13 +22,14 @@ use crate::config::ModelConfig;
 use crate::data::{DataSpec, Order, Sampler};
 use crate::error::{Error, Result};
 use crate::plugin::Preset;
+use crate::weights;
 
 /// A whole run's settings.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// `config.json` of a model from random weights.
     pub model_config: Option<PathBuf>,
-    /// Hugging Face folder to start from.
+    /// Hugging Face folder or GGUF file to start from.
     pub model: Option<PathBuf>,
     /// `bytes`, or a tokenizer's path.
     pub tokenizer: String,
@@ -259,6 +260,8 @@ pub struct OutputSettings {
     pub logging: Every,
     /// Evaluations.
     pub eval: Every,
+    /// Files, folders and globs to evaluate on; empty: the rows held out.
+    pub eval_data: Vec<String>,
     /// Share of rows held out.
     pub eval_fraction: f64,
 }
@@ -325,23 +328,22 @@ impl Settings {
         settings
     }
 
-    /// The model's shape, from `--model DIR/config.json` or the given `config.json`, with notices.
+    /// The model's shape, from `--model` or the given `config.json`, with notices.
     ///
     /// # Errors
     /// If none is given, or the file is refused.
     pub fn model_shape(&self) -> Result<(ModelConfig, Vec<String>)> {
-        let path = match (&self.model, &self.model_config) {
-            (Some(folder), _) => folder.join("config.json"),
-            (None, Some(path)) => path.clone(),
+        let (shape, mut notices) = match (&self.model, &self.model_config) {
+            (Some(model), _) => weights::shape(model)?,
+            (None, Some(path)) => ModelConfig::from_json_file(path)?,
             (None, None) => {
                 return Err(Error::Usage(
                     "no model: give --config with a config.json or a training TOML, or --model with a folder of \
-                     weights"
+                     weights or a GGUF file"
                         .into(),
                 ));
             }
         };
-        let (shape, mut notices) = ModelConfig::from_json_file(&path)?;
         if self.max_length as u64 > shape.max_position_embeddings {
             notices.push(format!(
                 "--max_length {} is beyond the model's max_position_embeddings {}; rotary positions are extrapolated",

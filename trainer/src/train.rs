@@ -5,9 +5,10 @@ use crate::config::ModelConfig;
 use crate::data::{self, PackedRows, Sampler, held_out};
 use crate::engine::{Engine, Outcome, StepInputs, StepResult};
 use crate::error::{Error, Result};
+use crate::evaluation::{self, Evaluation, Found};
 use crate::inputs::MicroBatch;
 use crate::rendezvous::World;
-use crate::report::log::{self, RunLog};
+use crate::report::log::{self, EvaluationRecord, RunLog};
 use crate::report::metrics::{self, Header, TrainMetrics};
 use crate::report::progress::{self, Progress, StepRecord};
 use crate::report::{self, PAGE, html};
@@ -36,7 +37,14 @@ pub fn main(settings: &Settings) -> Result<()> {
     let (rows, said) = data::open(&settings.data, &settings.tokenizer, settings.max_length, config.vocab_size)?;
     notices.extend(said);
     notices.extend(settings.notices.iter().cloned());
-    let (training, evaluation) = held_out(rows.len(), settings.output.eval_fraction);
+    let (apart, said) = evaluation::open(settings, config.vocab_size)?;
+    notices.extend(said);
+    let (training, held_out) = held_out(rows.len(), settings.output.eval_fraction);
+    let evaluation = match &apart {
+        Some(apart) => Some(Evaluation { rows: apart, range: 0..apart.len() }),
+        None if held_out.is_empty() => None,
+        None => Some(Evaluation { rows: &rows, range: held_out }),
+    };
     let sampler = Sampler::new(
         training.end,
         settings.order,
@@ -57,7 +65,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         .min(sampler.rows_in(0).div_ceil(u64::from(world.world) * settings.batch_size));
     let mut options =
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
-    options.evaluates = !evaluation.is_empty();
+    options.evaluates = evaluation.is_some();
     let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world.world)?;
     if speaks {
         eprintln!("castor: estimated {estimate}; rates {}", hardware.rates.origin(settings.memory.nvme.is_some()));
@@ -89,7 +97,9 @@ pub fn main(settings: &Settings) -> Result<()> {
         world: &world,
         config: &config,
         rows: &rows,
+        examples: training.end,
         evaluation,
+        evaluated: None,
         sampler,
         steps,
         engine,
@@ -146,7 +156,11 @@ struct Run<'a> {
     world: &'a World,
     config: &'a ModelConfig,
     rows: &'a PackedRows,
-    evaluation: std::ops::Range<u64>,
+    /// Rows that are trained on.
+    examples: u64,
+    evaluation: Option<Evaluation<'a>>,
+    /// After which step the last evaluation was, and what it found.
+    evaluated: Option<(u64, Found)>,
     sampler: Sampler,
     steps: u64,
     engine: Engine,
@@ -178,11 +192,7 @@ impl Run<'_> {
         let ledger = *self.engine.manager().ledger();
         eprint!("{}", account::placement(self.engine.manager()));
         let header = Header {
-            examples: self
-                .sampler
-                .rows_per_step()
-                .max(self.rows.len() - self.evaluation_rows())
-                .min(self.rows.len() - self.evaluation_rows()),
+            examples: self.examples,
             epochs: (self.steps as f64 / self.sampler.steps_per_epoch() as f64).ceil() as u64,
             batch_per_device: self.settings.batch_size,
             total_batch: self.sampler.rows_per_step(),
@@ -215,10 +225,6 @@ impl Run<'_> {
         let shown = progress::Budgets { device: budgets.device, host: budgets.host, nvme: budgets.nvme };
         self.progress = Progress::start(self.steps, self.begun, logging, shown);
         Ok(())
-    }
-
-    fn evaluation_rows(&self) -> u64 {
-        self.evaluation.end - self.evaluation.start
     }
 
     /// All steps. Returns false if a signal ended them early.
@@ -270,7 +276,7 @@ impl Run<'_> {
                 self.say(&said);
                 began = Instant::now();
             }
-            if self.settings.output.eval.is_due(step + 1, self.steps) && !self.evaluation.is_empty() {
+            if self.settings.output.eval.is_due(step + 1, self.steps) && self.evaluation.is_some() {
                 let last = self.engine.finish()?;
                 let closing = open.take();
                 self.close(closing, last)?;
@@ -280,7 +286,7 @@ impl Run<'_> {
         }
         let last = self.engine.finish()?;
         self.close(open, last)?;
-        if !self.evaluation.is_empty() {
+        if self.evaluated.is_none_or(|(step, _)| step != self.steps) {
             self.evaluate()?;
         }
         Ok(true)
@@ -337,31 +343,18 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Mean loss over the held-out rows.
+    /// Evaluates after the steps made so far, says and logs it.
     fn evaluate(&mut self) -> Result<()> {
-        let mut sampler = Sampler::new(
-            self.evaluation_rows(),
-            data::Order::Sequential,
-            self.world.rank,
-            self.world.world,
-            self.settings.batch_size,
-            1,
-        );
-        let mut batch = StepRows::new(self.settings.max_length);
-        let (mut loss, mut tokens) = (0.0, 0);
-        for step in 0..sampler.steps_per_epoch() {
-            let mut lists = sampler.step(step);
-            for row in lists.iter_mut().flatten().flatten() {
-                *row += self.evaluation.start;
-            }
-            batch.fill(self.rows, &lists)?;
-            tokens += self.engine.total(batch.counted())?;
-            let micros: Vec<MicroBatch> = batch.micros().collect();
-            loss += self.engine.evaluate(&micros)?;
+        let Some(evaluation) = &self.evaluation else { return Ok(()) };
+        let found = evaluation.run(&mut self.engine, self.world, self.settings)?;
+        let step = self.begun + self.records;
+        self.evaluated = Some((step, found));
+        if let Some(log) = &mut self.log {
+            log.evaluation(&EvaluationRecord { step, loss: found.loss, tokens: found.tokens })?;
         }
-        if self.speaks && tokens > 0 {
-            let step = self.begun + self.records;
-            self.progress.say(&format!("eval_loss {:.4} after step {step} ({tokens} tokens)", loss / tokens as f64));
+        if self.speaks {
+            let Found { loss, tokens } = found;
+            self.progress.say(&format!("eval_loss {loss:.4} after step {step} ({tokens} tokens)"));
         }
         Ok(())
     }
@@ -387,7 +380,15 @@ impl Run<'_> {
         let step_seconds = self.progress.rate().seconds_per_step().unwrap_or(seconds / steps.max(1) as f64);
         let memory = account::memory(self.engine.manager(), self.world, steps, step_seconds);
         memory.write(directory)?;
-        log::write_results(directory, &trained.values())?;
+        log::write_results(directory, "train", &trained.values())?;
+        if let Some((_, found)) = self.evaluated {
+            let values = BTreeMap::from([
+                ("eval_loss".into(), json!(found.loss)),
+                ("perplexity".into(), json!(found.loss.exp())),
+                ("eval_tokens".into(), json!(found.tokens)),
+            ]);
+            log::write_results(directory, "eval", &values)?;
+        }
         if let Some(log) = self.log.take() {
             let results: BTreeMap<_, _> = trained.values();
             log.end(json!(results))?;

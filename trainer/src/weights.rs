@@ -1,25 +1,62 @@
 //! Weights by their Hugging Face names: which there are, where initial values come from, how a folder of
 //! them is written.
 //!
-//! Owns names and shapes ([`hf_tensors`]), random initial weights ([`RandomWeights`]), the reader of a
-//! Hugging Face folder ([`HfFolder`]) and its writer ([`export`]). It does not know chunks, shards or
-//! ranks: whoever holds a piece of a tensor asks for that piece.
+//! Owns names and shapes ([`hf_tensors`]), random initial weights ([`RandomWeights`]), the readers of a
+//! Hugging Face folder ([`HfFolder`]) and of a GGUF file ([`Gguf`]), and the writer of a folder ([`export`]). It does
+//! not know chunks, shards or ranks: whoever holds a piece of a tensor asks for that piece.
 
+mod blocks;
 mod folder;
+mod gguf;
+mod gguf_model;
 mod random;
 mod safetensors_file;
 mod write;
 
+use std::path::Path;
+
 pub use folder::HfFolder;
+pub use gguf::Gguf;
 pub use random::RandomWeights;
 pub use write::{ExportDType, export};
 
 use crate::config::ModelConfig;
+use crate::error::Result;
+use crate::source::TensorSource;
 
 /// Name of a folder's only weight file.
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 /// Name of the file that says which shard holds which tensor.
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// Whether `path` is a folder with weights as Hugging Face keeps them.
+pub fn is_folder_of_weights(path: &Path) -> bool {
+    [SINGLE_FILE, INDEX_FILE].iter().any(|name| path.join(name).is_file())
+}
+
+/// The shape of the model at `path`, a Hugging Face folder or a GGUF file, and notices.
+///
+/// # Errors
+/// If there is none, or it would be computed differently here.
+pub fn shape(path: &Path) -> Result<(ModelConfig, Vec<String>)> {
+    if path.is_file() {
+        return gguf_model::shape(&Gguf::open(path)?);
+    }
+    ModelConfig::from_json_file(&path.join("config.json"))
+}
+
+/// The weights of the model at `path`, a Hugging Face folder or a GGUF file, and notices.
+///
+/// # Errors
+/// If they are not those of `config`, or cannot be read.
+pub fn open(path: &Path, config: &ModelConfig) -> Result<(Box<dyn TensorSource>, Vec<String>)> {
+    if path.is_file() {
+        let (weights, notices) = gguf_model::GgufWeights::open(path, config)?;
+        return Ok((Box::new(weights), notices));
+    }
+    let (weights, notices) = HfFolder::open(path, config)?;
+    Ok((Box::new(weights), notices))
+}
 
 /// Every tensor of the model with its shape, in the order in which a forward pass uses them. A tied head
 /// is not listed: it is the embedding.

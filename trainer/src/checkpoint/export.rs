@@ -3,6 +3,7 @@
 use super::model::FILE_BYTES;
 use super::rank_file::RankFiles;
 use super::restore::Checkpoint;
+use crate::config::ModelConfig;
 use crate::engine::widen;
 use crate::error::Result;
 use crate::model::{Shape, groups::Groups};
@@ -22,6 +23,14 @@ pub fn export(checkpoint: &Path, out: &Path, dtype: ExportDType) -> Result<Vec<S
     weights::export(out, &checkpoint.config()?, dtype, FILE_BYTES, &Stored::open(&checkpoint)?)?;
     notices.push(format!("{} in {}", checkpoint.folder().display(), out.display()));
     Ok(notices)
+}
+
+/// The model of a checkpoint: its shape and its exact weights, in the ranks' files.
+///
+/// # Errors
+/// If a file cannot be opened.
+pub fn stored(checkpoint: &Checkpoint) -> Result<(ModelConfig, Box<dyn TensorSource>)> {
+    Ok((checkpoint.config()?, Box::new(Stored::open(checkpoint)?)))
 }
 
 /// Weights in the ranks' files.

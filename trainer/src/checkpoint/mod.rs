@@ -24,7 +24,7 @@ mod rank_file;
 mod restore;
 mod save;
 
-pub use export::export;
+pub use export::{export, stored};
 pub use facts::{Data, Facts};
 pub use model::save_model;
 pub use restore::{Checkpoint, find};

@@ -4,6 +4,7 @@ use super::export::Stored;
 use super::restore::Checkpoint;
 use super::{agree, failed, folder};
 use crate::config::ModelConfig;
+use crate::data;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::source::TensorSource;
@@ -88,6 +89,9 @@ fn copy_tokenizer(from: &Path, into: &Path) -> Result<()> {
         let target = into.join(name);
         std::fs::copy(file, &target).map(drop).map_err(|error| failed(&target, "copy", &error))
     };
+    if data::is_gguf(from) {
+        return data::write_gguf_tokenizer(from, into);
+    }
     if from.is_file() {
         return copy(from, TOKENIZER_FILES[0]);
     }

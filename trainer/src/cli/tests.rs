@@ -1,6 +1,6 @@
 //! Commands as people have published them, and as people mistype them.
 
-use super::{Command, parse, tree};
+use super::{Command, Wanted, parse, tree};
 use crate::settings::{BackendKind, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, Warmup};
 
 /// Parses a line split at spaces; `"a b"` keeps its space.
@@ -84,7 +84,10 @@ fn published_colossalai_commands() {
 #[test]
 fn other_commands() {
     assert!(matches!(line("run --nproc_per_node 2 train -x fp16"), Ok(Command::Run(rest)) if rest.len() == 5));
-    assert!(matches!(line("plan -c c.json --ranks 64 --json"), Ok(Command::Plan { json: true, ranks: Some(64), .. })));
+    assert!(matches!(
+        line("plan -c c.json --ranks 64 --json"),
+        Ok(Command::Plan { wanted: Wanted { json: true, ranks: Some(64), largest: false }, .. })
+    ));
     let parity = line("parity --model m --batch b.safetensors --expect e.safetensors --tolerance 1e-5");
     assert!(matches!(parity, Ok(Command::Parity { tolerance, .. }) if tolerance == 1e-5));
     let pack = line("data pack a.txt b.jsonl --tokenizer bytes --out d --no-add-bos");

@@ -2,10 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use super::format::ending;
 use crate::error::{Error, Result};
 
-/// Endings that a folder is searched for; anything else must be named or matched by a glob.
-const FOLDER_ENDINGS: &[&str] = &["txt", "jsonl", "json"];
+/// Endings that a folder is searched for, alone or before `.gz` or `.zst`; anything else must be named or matched by a
+/// glob.
+const FOLDER_ENDINGS: &[&str] = &["txt", "jsonl", "ndjson", "json", "parquet"];
 /// Endings of token files; a folder that holds one is read for these alone.
 const TOKEN_ENDINGS: &[&str] = &["bin", "idx"];
 /// Folders within folders beyond this are taken for a loop.
@@ -48,15 +50,15 @@ pub(super) fn expand(inputs: &[String], notices: &mut Vec<String>) -> Result<Vec
 fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     walk(root, 0, &mut files)?;
-    let ending = |path: &Path| path.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
     let total = files.len();
-    if let Some(parquet) = files.iter().find(|p| ending(p).is_some_and(|e| e == "parquet" || e == "arrow")) {
-        return Err(super::text::refuse_columnar(parquet));
-    }
     // Where there are tokens, the rest is what they were made from, or their manifest.
     let is_tokens = |path: &PathBuf| ending(path).is_some_and(|e| TOKEN_ENDINGS.contains(&e.as_str()));
     let endings = if files.iter().any(is_tokens) { TOKEN_ENDINGS } else { FOLDER_ENDINGS };
-    files.retain(|path| ending(path).is_some_and(|e| endings.contains(&e.as_str())));
+    let packed = |path: &Path| matches!(ending(path).as_deref(), Some("gz" | "zst"));
+    files.retain(|path| {
+        let inner = if packed(path) { path.with_extension("") } else { path.clone() };
+        ending(&inner).is_some_and(|e| endings.contains(&e.as_str()))
+    });
     if files.is_empty() {
         return Err(Error::Usage(format!(
             "--data {}: none of its {total} files ends in .{}; a glob such as '{0}/**/*.rs' takes any text file",
@@ -162,15 +164,15 @@ mod tests {
     #[test]
     fn dot_files_are_skipped_and_order_is_fixed() {
         let folder = tempfile::tempdir().unwrap();
-        for name in ["b.jsonl", "._b.jsonl", ".b.swp", "README", "b.jsonl.gz", "a.txt"] {
+        for name in ["b.jsonl", "._b.jsonl", ".b.swp", "README", "b.jsonl.gz", "a.txt", "c.tar.gz", "c.parquet"] {
             std::fs::write(folder.path().join(name), "{}").unwrap();
         }
         let mut notices = Vec::new();
         let root = folder.path().display().to_string();
         let found = expand(&[root.clone(), format!("{root}/*.txt")], &mut notices).unwrap();
         let names: Vec<_> = found.iter().map(|p| p.file_name().unwrap().to_str().unwrap()).collect();
-        assert_eq!(names, ["a.txt", "b.jsonl"]);
-        assert!(notices[0].contains("2 of 4 files"), "{notices:?}");
+        assert_eq!(names, ["a.txt", "b.jsonl", "b.jsonl.gz", "c.parquet"]);
+        assert!(notices[0].contains("4 of 6 files"), "{notices:?}");
         for missing in ["nowhere.txt".to_string(), format!("{root}/*.py")] {
             assert!(expand(std::slice::from_ref(&missing), &mut notices).unwrap_err().to_string().contains(&missing));
         }

@@ -1,11 +1,14 @@
 //! Tokens cut into rows of S: no padding, nothing repeated, the remainder said.
 
 use super::TokenFile;
+use super::document::SILENT;
 use crate::error::{Error, Result, counted};
 use crate::source::Rows;
+use castor_kernels::ops::IGNORED;
 
 /// Rows of S tokens over ids in memory or over mapped token files. A row begins where the last one ended, so
-/// documents run across rows; every token is its own label (the model is never asked for a row's first token).
+/// documents run across rows. Every token is its own label, unless the data says that it does not count (the model is
+/// never asked for a row's first token).
 #[derive(Debug)]
 pub struct PackedRows {
     ids: Ids,
@@ -22,7 +25,7 @@ enum Ids {
 }
 
 impl PackedRows {
-    /// Rows over `ids`, which the tokenizer's check has shown to fit i32.
+    /// Rows over `ids`, with [`SILENT`] where a token does not count.
     ///
     /// # Errors
     /// If there are fewer ids than one row, with the number that is needed.
@@ -95,13 +98,21 @@ impl Rows for PackedRows {
         let first = (index - self.starts[part]) * self.length as u64;
         match &self.ids {
             Ids::Memory(all) => {
-                for (id, source) in ids.iter_mut().zip(&all[first as usize..]) {
-                    *id = *source as i32;
+                for ((id, label), source) in ids.iter_mut().zip(&mut *labels).zip(&all[first as usize..]) {
+                    *id = (*source & !SILENT) as i32;
+                    *label = if source & SILENT == 0 { *id } else { IGNORED };
                 }
             }
-            Ids::Files(files) => files[part].read(first, ids),
+            Ids::Files(files) => {
+                files[part].read(first, ids);
+                labels.copy_from_slice(ids);
+                for (label, index) in labels.iter_mut().zip(first..) {
+                    if files[part].is_silent(index) {
+                        *label = IGNORED;
+                    }
+                }
+            }
         }
-        labels.copy_from_slice(ids);
         Ok(())
     }
 }

@@ -2,6 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+mod chats;
+mod formats;
+mod words;
+
 use super::text::tokenize;
 use super::{DataSpec, OnBadRecord, PackedRows, TokenFile, TokenFormat, Tokenizer, open, pack};
 use crate::source::Rows;
@@ -46,9 +50,9 @@ fn every_shared_text_file_is_decided() {
         ("jsonl_ok.jsonl", Ok(&["a", "b"])),
         ("jsonl_raw_control.jsonl", Err(":1: not valid JSON: control character")),
         ("jsonl_u_2028.jsonl", Ok(&["a\u{2028}b"])),
-        ("parquet_binary.parquet", Err("to_json")),
-        ("parquet_large_string.parquet", Err("to_json")),
-        ("parquet_truncated.parquet", Err("to_json")),
+        ("parquet_binary.parquet", Err(":1: \"text\" in this row is not UTF-8")),
+        ("parquet_large_string.parquet", Ok(&["a"])),
+        ("parquet_truncated.parquet", Err("damaged or cut off")),
         ("txt_blank.txt", Ok(&["a", "b"])),
         ("txt_cr_only.txt", Ok(&["a\rb"])),
         ("txt_empty.txt", Ok(&[])),
@@ -93,11 +97,13 @@ fn records_that_no_shared_file_holds() {
     };
     assert!(read("a.jsonl", "{\"text\":\"a\"}{\"text\":\"b\"}").unwrap_err().contains("trailing characters"));
     assert!(read("a.jsonl", "{\"text\":\"a\"}\n{\"txt\":1}").unwrap_err().contains(":2: there is no \"text\""));
-    assert!(read("a.jsonl", "{\"messages\":[]}").unwrap_err().contains("messages"));
+    assert!(read("a.jsonl", "{\"messages\":[]}").unwrap_err().contains("at least one message"));
     assert!(read("a.json", "{\"data\":[]}").unwrap_err().contains("\"data\""));
-    assert!(read("a.jsonl.gz", "x").unwrap_err().contains("decompress"));
+    assert!(read("a.jsonl.gz", "x").unwrap_err().contains("damaged or cut off"));
+    assert!(read("a.jsonl.xz", "x").unwrap_err().contains("unpack it first"));
     assert_eq!(read("a.jsonl", "\u{FEFF}{\"text\":\"a\"}").unwrap().0, ["a"]);
     assert_eq!(read("a.txt", "a\r\nb\r\n\r\n \nc").unwrap().0, ["a\r\nb", "c"]);
+    assert_eq!(read("a.txt", "\n\na\r\rb\r\n\t\r\nc\n\n").unwrap().0, ["a", "b", "c"]);
     assert_eq!(read("a.rs", "a\n\nb\n").unwrap().0, ["a\n\nb\n"]);
     let (texts, notices) = read("a.jsonl", "{\"text\":\"\"}\n{\"text\":\"b\"}").unwrap();
     assert_eq!(texts, ["b"]);

@@ -1,18 +1,24 @@
-//! Text files to documents, with the place of everything that cannot be used.
+//! Files to documents, with the place of everything that cannot be used.
 //!
-//! A `.txt` file holds documents separated by blank lines; a `.jsonl` file one object with a text field a
-//! line; a `.json` file an array of such objects; any other text file (source code, named or matched by a
-//! glob) is one document.
+//! A `.txt` file holds documents separated by blank lines; a `.jsonl` file one record a line; a `.json` file an array
+//! of records; a `.parquet` file one document a row; any other text file (source code, named or matched by a glob) is
+//! one document. A record is an object with a text field, or instruction data ([`super::chat`]). All but `.json` and
+//! whole files are streamed, a batch of documents at a time.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::BufRead;
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
 use serde_json::Value;
 
-use super::{DataSpec, Tokenizer};
+use super::document::Document;
+use super::format::{self, Content, unreadable};
+use super::{DataSpec, Tokenizer, parquet};
 use crate::config::json;
 use crate::error::{Error, Result, counted};
+
+/// Bytes of text that are tokenised at once, by all cores.
+const BATCH_BYTES: usize = 8 << 20;
 
 /// What a record that cannot be used does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,37 +29,51 @@ pub enum OnBadRecord {
     Skip,
 }
 
-/// Reads documents of one spec and counts what happens to them.
+/// What was read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Count {
+    /// Documents.
+    pub documents: u64,
+    /// Those of which only answers count.
+    pub chats: u64,
+}
+
+/// Reads documents of one spec, tokenises them in batches and counts what happens to them.
 struct Reader<'a> {
     spec: &'a DataSpec,
+    tokenizer: &'a Tokenizer,
     skipped: u64,
     first_skipped: Option<String>,
     empty: u64,
-    document: &'a mut dyn FnMut(&str) -> Result<()>,
+    count: Count,
+    batch: Vec<Document>,
+    batch_bytes: usize,
+    sink: &'a mut dyn FnMut(&[u32]) -> Result<()>,
 }
 
-/// Reads `files` in order and gives each document's ids, framed by BOS and EOS as the spec says, to `sink`.
-/// Returns the number of documents.
+/// Reads `files` in order and gives each document's ids to `sink`, as [`Document::encode`] makes them.
 pub(super) fn tokenize(
     spec: &DataSpec,
     tokenizer: &Tokenizer,
     files: &[PathBuf],
     notices: &mut Vec<String>,
     sink: &mut dyn FnMut(&[u32]) -> Result<()>,
-) -> Result<u64> {
-    let (mut ids, mut documents) = (Vec::new(), 0);
-    let mut document = |text: &str| {
-        ids.clear();
-        ids.extend(tokenizer.bos().filter(|_| spec.bos));
-        tokenizer.encode(text, &mut ids)?;
-        ids.extend(tokenizer.eos().filter(|_| spec.eos));
-        documents += 1;
-        sink(&ids)
+) -> Result<Count> {
+    let mut reader = Reader {
+        spec,
+        tokenizer,
+        skipped: 0,
+        first_skipped: None,
+        empty: 0,
+        count: Count::default(),
+        batch: Vec::new(),
+        batch_bytes: 0,
+        sink,
     };
-    let mut reader = Reader { spec, skipped: 0, first_skipped: None, empty: 0, document: &mut document };
     for path in files {
         reader.file(path)?;
     }
+    reader.flush()?;
     if let Some(first) = reader.first_skipped {
         let were = if reader.skipped == 1 { "was" } else { "were" };
         notices.push(format!("{} {were} skipped, the first: {first}", counted(reader.skipped, "records")));
@@ -62,7 +82,7 @@ pub(super) fn tokenize(
         let were = if reader.empty == 1 { "was" } else { "were" };
         notices.push(format!("{} {were} left out", counted(reader.empty, "empty documents")));
     }
-    Ok(documents)
+    Ok(reader.count)
 }
 
 /// The refusal of texts without a token, with what was left out of them.
@@ -72,71 +92,88 @@ pub(super) fn refuse_empty(files: usize, notices: &[String]) -> Error {
     Error::Usage(format!("the data is empty: no token was found in {files}{why}; give --data with text"))
 }
 
-/// The refusal of a columnar file, with the way out.
-pub(super) fn refuse_columnar(path: &Path) -> Error {
-    Error::Usage(format!(
-        "{}: parquet and arrow files are not read; convert once with `python -c \"import datasets; \
-         datasets.load_dataset('parquet', data_files='{0}')['train'].to_json('data.jsonl')\"` and give data.jsonl",
-        path.display()
-    ))
-}
-
 impl Reader<'_> {
     fn file(&mut self, path: &Path) -> Result<()> {
-        let ending = path.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
-        match ending.as_deref() {
-            Some("jsonl" | "ndjson") => self.lines(path),
-            Some("json") => self.json(path),
-            Some("parquet" | "arrow") => Err(refuse_columnar(path)),
-            Some(packed @ ("gz" | "zst" | "xz" | "bz2" | "zip" | "tar")) => Err(Error::Usage(format!(
-                "{}: compressed files (.{packed}) are not read; decompress it first",
-                path.display()
-            ))),
-            Some("txt") => self.text(path, true),
-            _ => self.text(path, false),
+        let (content, compression) = format::of(path)?;
+        if content == Content::Parquet {
+            return self.parquet(path);
+        }
+        let mut source = format::open(path, compression)?;
+        match content {
+            Content::Documents => self.documents(path, &mut *source),
+            Content::Lines => self.lines(path, &mut *source),
+            Content::Json => self.json(path, &mut *source),
+            _ => self.whole(path, &mut *source),
         }
     }
 
-    fn text(&mut self, path: &Path, split: bool) -> Result<()> {
-        let bytes = std::fs::read(path).map_err(|e| unreadable(path, &e))?;
-        let text = match str::from_utf8(&bytes) {
-            Ok(text) => text.strip_prefix('\u{FEFF}').unwrap_or(text),
-            Err(e) => {
-                let at = e.valid_up_to();
-                let line = 1 + bytes[..at].iter().filter(|byte| **byte == b'\n').count();
-                return self.bad(path, line, &format!("byte 0x{:02x} at offset {at} is not UTF-8", bytes[at]));
+    /// A document ends at a line that is empty or blank; line ends may be LF, CRLF or CR.
+    fn documents(&mut self, path: &Path, source: &mut dyn BufRead) -> Result<()> {
+        let (mut line, mut document, mut spoiled) = (Vec::new(), String::new(), false);
+        let (mut offset, mut number) = (0, 0);
+        loop {
+            line.clear();
+            if source.read_until(b'\n', &mut line).map_err(|e| unreadable(path, &e))? == 0 {
+                break;
             }
-        };
-        if !split {
-            return self.give(text);
-        }
-        // A document ends at a line that is empty or blank; line ends may be LF, CRLF or CR.
-        let mut start = 0;
-        let mut at = 0;
-        while at < text.len() {
-            let end = text[at..].find(['\n', '\r']).map_or(text.len(), |n| at + n);
-            let next = if text[end..].starts_with("\r\n") { end + 2 } else { (end + 1).min(text.len()) };
-            if text[at..end].trim().is_empty() {
-                if at > start {
-                    self.give(text[start..at].trim_end_matches(['\n', '\r']))?;
+            number += 1;
+            let text = match str::from_utf8(&line) {
+                Ok(text) if number == 1 => text.strip_prefix('\u{FEFF}').unwrap_or(text),
+                Ok(text) => text,
+                Err(e) => {
+                    let at = e.valid_up_to();
+                    let reason = format!("byte 0x{:02x} at offset {} is not UTF-8", line[at], offset + at);
+                    self.bad(path, number, &reason)?;
+                    spoiled = true;
+                    offset += line.len();
+                    continue;
                 }
-                start = next;
+            };
+            for part in text.split_inclusive(['\n', '\r']) {
+                if !part.trim().is_empty() {
+                    document.push_str(part);
+                } else if part == "\n" && document.ends_with('\r') && !text.starts_with('\n') {
+                    // The second half of CRLF.
+                    document.push('\n');
+                } else {
+                    self.end_document(&mut document, &mut spoiled)?;
+                }
             }
-            at = next;
+            offset += line.len();
         }
-        if start < text.len() {
-            self.give(text[start..].trim_end_matches(['\n', '\r']))?;
+        self.end_document(&mut document, &mut spoiled)
+    }
+
+    /// Gives what lies before a blank line, unless a line of it is bad.
+    fn end_document(&mut self, document: &mut String, spoiled: &mut bool) -> Result<()> {
+        let text = document.trim_end_matches(['\n', '\r']);
+        if !text.is_empty() && !std::mem::take(spoiled) {
+            self.give(Document::plain(text.into()))?;
         }
+        *spoiled = false;
+        document.clear();
         Ok(())
     }
 
+    fn whole(&mut self, path: &Path, source: &mut dyn BufRead) -> Result<()> {
+        let mut bytes = Vec::new();
+        source.read_to_end(&mut bytes).map_err(|e| unreadable(path, &e))?;
+        match String::from_utf8(bytes) {
+            Ok(text) => self.give(Document::plain(text.strip_prefix('\u{FEFF}').map(str::to_owned).unwrap_or(text))),
+            Err(e) => {
+                let (at, bytes) = (e.utf8_error().valid_up_to(), e.as_bytes());
+                let line = 1 + bytes[..at].iter().filter(|byte| **byte == b'\n').count();
+                self.bad(path, line, &format!("byte 0x{:02x} at offset {at} is not UTF-8", bytes[at]))
+            }
+        }
+    }
+
     /// One JSON object a line. Lines end with LF; U+2028 and its like are part of the text.
-    fn lines(&mut self, path: &Path) -> Result<()> {
-        let mut file = BufReader::with_capacity(1 << 20, File::open(path).map_err(|e| unreadable(path, &e))?);
+    fn lines(&mut self, path: &Path, source: &mut dyn BufRead) -> Result<()> {
         let mut line = Vec::new();
         for number in 1.. {
             line.clear();
-            if file.read_until(b'\n', &mut line).map_err(|e| unreadable(path, &e))? == 0 {
+            if source.read_until(b'\n', &mut line).map_err(|e| unreadable(path, &e))? == 0 {
                 break;
             }
             let mut record = line.trim_ascii();
@@ -152,8 +189,8 @@ impl Reader<'_> {
                     format!("byte 0x{:02x} at column {} is not UTF-8", record[at], at + 1)
                 })
                 .and_then(|_| json::parse(record).map_err(|e| e.replace(" at line 1 column", " at column")));
-            match parsed.and_then(|value| self.record(&value)) {
-                Ok(text) => self.give(&text)?,
+            match parsed.and_then(|value| self.record(value)) {
+                Ok(document) => self.give(document)?,
                 Err(reason) => self.bad(path, number, &reason)?,
             }
         }
@@ -161,54 +198,86 @@ impl Reader<'_> {
     }
 
     /// A JSON array of records; a file that begins with an object is taken for lines.
-    fn json(&mut self, path: &Path) -> Result<()> {
-        let mut first = [0; 1];
-        let begins = {
-            use std::io::Read;
-            let mut file = BufReader::new(File::open(path).map_err(|e| unreadable(path, &e))?);
-            loop {
-                match file.read(&mut first).map_err(|e| unreadable(path, &e))? {
-                    0 => break None,
-                    _ if first[0].is_ascii_whitespace() => {}
-                    _ => break Some(first[0]),
-                }
+    fn json(&mut self, path: &Path, source: &mut dyn BufRead) -> Result<()> {
+        loop {
+            let bytes = source.fill_buf().map_err(|e| unreadable(path, &e))?;
+            let blank = bytes.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+            match bytes.get(blank) {
+                Some(b'[') => break,
+                // A file of blanks alone has no lines either.
+                Some(_) => return self.lines(path, source),
+                None if bytes.is_empty() => return Ok(()),
+                None => source.consume(blank),
             }
-        };
-        if begins != Some(b'[') {
-            return self.lines(path);
         }
-        let Value::Array(records) = json::read(path)? else { unreachable!("the text begins with [") };
-        for (index, value) in records.iter().enumerate() {
+        let mut bytes = Vec::new();
+        source.read_to_end(&mut bytes).map_err(|e| unreadable(path, &e))?;
+        let value = json::parse(&bytes).map_err(|reason| Error::Usage(format!("{}: {reason}", path.display())))?;
+        let Value::Array(records) = value else { unreachable!("the text begins with [") };
+        drop(bytes);
+        for (index, value) in records.into_iter().enumerate() {
             match self.record(value) {
-                Ok(text) => self.give(&text)?,
+                Ok(document) => self.give(document)?,
                 Err(reason) => self.bad(path, index + 1, &reason)?,
             }
         }
         Ok(())
     }
 
-    fn record(&self, value: &Value) -> std::result::Result<String, String> {
+    fn parquet(&mut self, path: &Path) -> Result<()> {
+        let mut row = 0;
+        let spec = self.spec;
+        parquet::read(path, &spec.text_field, &mut |value| {
+            row += 1;
+            match value.map(str::from_utf8) {
+                Some(Ok(text)) => self.give(Document::plain(text.into())),
+                Some(Err(_)) => self.bad(path, row, &format!("\"{}\" in this row is not UTF-8", spec.text_field)),
+                None => self.bad(path, row, &format!("\"{}\" in this row is null", spec.text_field)),
+            }
+        })
+    }
+
+    /// The document of a JSON record: its text field, else its instruction.
+    fn record(&self, value: Value) -> std::result::Result<Document, String> {
         let field = &self.spec.text_field;
-        let object = value.as_object().ok_or_else(|| format!("an object with \"{field}\" was expected"))?;
-        match object.get(field) {
-            Some(Value::String(text)) => Ok(text.clone()),
+        let Value::Object(mut object) = value else {
+            return Err(format!("an object with \"{field}\" was expected"));
+        };
+        match object.get_mut(field) {
+            Some(Value::String(text)) => Ok(Document::plain(std::mem::take(text))),
             Some(other) => Err(format!("\"{field}\" is {other}, a string was expected")),
-            None if object.contains_key("messages") => Err(format!(
-                "the record has \"messages\" and no \"{field}\"; chats are not rendered here, write each as text"
-            )),
-            None => Err(format!(
-                "there is no \"{field}\" (the record has {}); name another with --text_field",
-                object.keys().map(|k| format!("\"{k}\"")).collect::<Vec<_>>().join(", ")
-            )),
+            None => self.tokenizer.chat().document(&object)?.ok_or_else(|| {
+                format!(
+                    "there is no \"{field}\", no \"messages\" and no \"prompt\" with \"completion\" (the record has \
+                     {}); name another with --text_field",
+                    object.keys().map(|k| format!("\"{k}\"")).collect::<Vec<_>>().join(", ")
+                )
+            }),
         }
     }
 
-    fn give(&mut self, text: &str) -> Result<()> {
-        if text.is_empty() {
+    fn give(&mut self, document: Document) -> Result<()> {
+        if document.text.is_empty() {
             self.empty += 1;
             return Ok(());
         }
-        (self.document)(text)
+        self.batch_bytes += document.text.len();
+        self.batch.push(document);
+        if self.batch_bytes >= BATCH_BYTES { self.flush() } else { Ok(()) }
+    }
+
+    /// Tokenises the batch, each document by itself, and hands it on in order.
+    fn flush(&mut self) -> Result<()> {
+        let batch = std::mem::take(&mut self.batch);
+        self.batch_bytes = 0;
+        let encode = |document: &Document| document.encode(self.spec, self.tokenizer);
+        let encoded: Vec<Result<Vec<u32>>> = batch.par_iter().map(encode).collect();
+        for (document, ids) in batch.iter().zip(encoded) {
+            self.count.documents += 1;
+            self.count.chats += u64::from(document.answers.is_some());
+            (self.sink)(&ids?)?;
+        }
+        Ok(())
     }
 
     fn bad(&mut self, path: &Path, line: usize, reason: &str) -> Result<()> {
@@ -222,8 +291,4 @@ impl Reader<'_> {
             }
         }
     }
-}
-
-fn unreadable(path: &Path, error: &std::io::Error) -> Error {
-    Error::Usage(format!("{}: cannot be read: {error}", path.display()))
 }

@@ -1,9 +1,12 @@
-//! Text to token ids: the embedded byte-level tokenizer, or a `tokenizer.json`.
+//! Text to token ids: the embedded byte-level tokenizer, a `tokenizer.json`, or what a GGUF file holds.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::chat::ChatTemplate;
+use super::gguf_tokenizer;
+use super::words::Words;
 use crate::config::json;
 use crate::error::{Error, Result};
 
@@ -27,11 +30,13 @@ pub struct Tokenizer {
     eos: Option<u32>,
     vocabulary: u64,
     name: String,
+    chat: ChatTemplate,
 }
 
 enum Kind {
     Bytes,
-    File(Box<tokenizers::Tokenizer>),
+    /// The second: remembered words, where they can be known.
+    File(Box<tokenizers::Tokenizer>, Option<Words>),
 }
 
 impl Tokenizer {
@@ -44,10 +49,11 @@ impl Tokenizer {
             eos: Some(BYTES_EOS),
             vocabulary: BYTES_VOCABULARY,
             name: "bytes".into(),
+            chat: ChatTemplate::new(None, String::new(), String::new()),
         }
     }
 
-    /// The tokenizer that `--tokenizer` names: `bytes`, a `tokenizer.json`, or a folder that holds one.
+    /// The tokenizer that `--tokenizer` names: `bytes`, a `tokenizer.json`, a folder that holds one, or a GGUF file.
     ///
     /// # Errors
     /// [`Error::Usage`] if there is none or it cannot be read.
@@ -56,6 +62,13 @@ impl Tokenizer {
             return Ok(Tokenizer::bytes());
         }
         let mut path = PathBuf::from(name);
+        if is_gguf(&path) {
+            let files = gguf_tokenizer::files(&path)?;
+            let inner = files.tokenizer.to_string().parse();
+            let inner: tokenizers::Tokenizer =
+                inner.map_err(|e| Error::Usage(format!("{name}: its tokenizer is not sound: {e}")))?;
+            return Tokenizer::of(inner, &files.tokenizer, name.into(), Named::of(&files.config));
+        }
         if path.is_dir() {
             if !path.join("tokenizer.json").exists() && path.join("tokenizer.model").exists() {
                 return Err(Error::Usage(format!(
@@ -72,33 +85,43 @@ impl Tokenizer {
             )));
         }
         // The strict reader first: it places mistakes, which the tokenizer's own reader does not.
-        json::read(&path)?;
-        let refuse = |e| Error::Usage(format!("{}: not a tokenizer: {e}", path.display()));
-        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(refuse)?;
+        let file = json::read(&path)?;
+        let inner = tokenizers::Tokenizer::from_file(&path)
+            .map_err(|e| Error::Usage(format!("{}: not a tokenizer: {e}", path.display())))?;
+        let config = beside(&path, "tokenizer_config.json")?;
+        let mut named = config.as_ref().map(Named::of).unwrap_or_default();
+        let template = path.with_file_name("chat_template.jinja");
+        if template.is_file() {
+            let text = std::fs::read_to_string(&template)
+                .map_err(|e| Error::Usage(format!("{}: cannot be read: {e}", template.display())))?;
+            named.chat = Some(text);
+        }
+        Tokenizer::of(inner, &file, path.display().to_string(), named)
+    }
+
+    /// A tokenizer of the library, written as `file`, with the special tokens that its configuration names.
+    ///
+    /// # Errors
+    /// If the vocabulary lacks one of them.
+    fn of(mut inner: tokenizers::Tokenizer, file: &Value, name: String, named: Named) -> Result<Tokenizer> {
         // Files saved from a running pipeline carry its truncation, which would cut documents silently.
-        inner.with_truncation(None).map_err(refuse)?;
+        inner.with_truncation(None).map_err(|e| Error::Usage(format!("{name}: not a tokenizer: {e}")))?;
         inner.with_padding(None);
+        // It would add nothing, and shorten the places of tokens by their blanks.
+        inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
         let ids = inner.get_vocab(true);
         let vocabulary = ids.values().max().map_or(0, |id| u64::from(*id) + 1);
-        let config = beside(&path, "tokenizer_config.json")?;
-        let special = |key: &str, usual: &[&str]| -> Result<Option<u32>> {
-            if let Some(name) = config.as_ref().and_then(|c| token_name(&c[key])) {
-                return ids.get(name).copied().map(Some).ok_or_else(|| {
-                    Error::Usage(format!(
-                        "{}: tokenizer_config.json names {key} {name:?}, which the vocabulary does not have",
-                        path.display()
-                    ))
-                });
-            }
-            Ok(usual.iter().find_map(|name| ids.get(*name).copied()))
+        let special = |key: &str, token: &Option<String>, usual: &[&str]| match token {
+            Some(token) => ids.get(token).copied().map(Some).ok_or_else(|| {
+                Error::Usage(format!("{name}: {key} is stated to be {token:?}, which the vocabulary does not have"))
+            }),
+            None => Ok(usual.iter().find_map(|token| ids.get(*token).copied())),
         };
-        Ok(Tokenizer {
-            bos: special("bos_token", BOS_NAMES)?,
-            eos: special("eos_token", EOS_NAMES)?,
-            vocabulary,
-            name: path.display().to_string(),
-            kind: Kind::File(Box::new(inner)),
-        })
+        let bos = special("bos_token", &named.bos, BOS_NAMES)?;
+        let eos = special("eos_token", &named.eos, EOS_NAMES)?;
+        let text = |id: Option<u32>| id.and_then(|id| inner.id_to_token(id)).unwrap_or_default();
+        let chat = ChatTemplate::new(named.chat, text(bos), text(eos));
+        Ok(Tokenizer { bos, eos, vocabulary, name, chat, kind: Kind::File(Box::new(inner), Words::of(file)) })
     }
 
     /// Appends the ids of `text` alone to `ids`.
@@ -108,13 +131,54 @@ impl Tokenizer {
     pub fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         match &self.kind {
             Kind::Bytes => ids.extend(text.bytes().map(u32::from)),
-            Kind::File(inner) => {
-                let encoding =
-                    inner.encode_fast(text, false).map_err(|e| Error::Failed(format!("{}: {e}", self.name)))?;
-                ids.extend_from_slice(encoding.get_ids());
+            Kind::File(inner, words) => {
+                let encode = |text: &str| match inner.encode_fast(text, false) {
+                    Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+                    Err(error) => Err(Error::Failed(format!("{}: {error}", self.name))),
+                };
+                match words {
+                    Some(words) => words.encode(text, ids, encode)?,
+                    None => ids.extend(encode(text)?),
+                }
             }
         }
         Ok(())
+    }
+
+    /// Gives each id of `text` with the byte of the text at which its token begins.
+    ///
+    /// # Errors
+    /// If the tokenizer refuses the text.
+    pub(super) fn encode_placed(&self, text: &str, give: &mut dyn FnMut(u32, usize)) -> Result<()> {
+        match &self.kind {
+            Kind::Bytes => text.bytes().enumerate().for_each(|(at, byte)| give(u32::from(byte), at)),
+            Kind::File(inner, _) => {
+                let encoding = inner.encode(text, false).map_err(|e| Error::Failed(format!("{}: {e}", self.name)))?;
+                for (id, (begins, _)) in encoding.get_ids().iter().zip(encoding.get_offsets()) {
+                    give(*id, *begins);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The text of `ids`, special tokens left out. Bytes that form no character become U+FFFD.
+    ///
+    /// # Errors
+    /// If the tokenizer refuses the ids.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        match &self.kind {
+            Kind::Bytes => {
+                let bytes: Vec<u8> = ids.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Kind::File(inner, _) => inner.decode(ids, true).map_err(|e| Error::Failed(format!("{}: {e}", self.name))),
+        }
+    }
+
+    /// How a chat is written.
+    pub(super) const fn chat(&self) -> &ChatTemplate {
+        &self.chat
     }
 
     /// Id at the beginning of a document, if the vocabulary has one.
@@ -162,6 +226,49 @@ impl Tokenizer {
             )));
         }
         Ok(())
+    }
+}
+
+/// Writes the tokenizer of the GGUF file `path` into a Hugging Face folder.
+///
+/// # Errors
+/// If the file has none that is read, or a file cannot be written.
+pub fn write_gguf_tokenizer(path: &Path, folder: &Path) -> Result<()> {
+    let files = gguf_tokenizer::files(path)?;
+    for (name, value) in [("tokenizer.json", files.tokenizer), ("tokenizer_config.json", files.config)] {
+        let file = folder.join(name);
+        std::fs::write(&file, format!("{value:#}\n"))
+            .map_err(|e| Error::Failed(format!("{}: write failed: {e}", file.display())))?;
+    }
+    Ok(())
+}
+
+/// Whether `path` is taken for a GGUF file, by its name.
+pub fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"))
+}
+
+/// What a tokenizer's files say beside its vocabulary.
+#[derive(Default)]
+struct Named {
+    bos: Option<String>,
+    eos: Option<String>,
+    /// The chat template.
+    chat: Option<String>,
+}
+
+impl Named {
+    /// From a `tokenizer_config.json`. Of several chat templates the one named `default` is meant.
+    fn of(config: &Value) -> Named {
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        let chat = match &config["chat_template"] {
+            Value::Array(several) => {
+                several.iter().find(|one| one["name"] == "default").and_then(|one| text(&one["template"]))
+            }
+            one => text(one),
+        };
+        let token = |key: &str| token_name(&config[key]).map(str::to_owned);
+        Named { bos: token("bos_token"), eos: token("eos_token"), chat }
     }
 }
 

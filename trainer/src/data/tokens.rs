@@ -1,5 +1,8 @@
 //! Token files: llm.c, Megatron (`.idx` + `.bin`) and nanoGPT, mapped, never copied whole.
 //!
+//! A file that `castor data pack` made of instruction data has a mask beside it (`tokens.mask` of `tokens.bin`): a bit
+//! for each token, the lowest of a byte first, set where the token does not count in the loss.
+//!
 //! Offsets are 64-bit throughout. A headerless nanoGPT file cannot be told from any other bytes, so it is
 //! read only when the format is named.
 
@@ -37,6 +40,11 @@ pub(super) fn is_token_file(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "bin")
 }
 
+/// Where the mask of a token file is, if it has one.
+pub(super) fn mask_of(path: &Path) -> std::path::PathBuf {
+    path.with_extension("mask")
+}
+
 /// A mapped file of token ids.
 #[derive(Debug)]
 pub struct TokenFile {
@@ -46,6 +54,7 @@ pub struct TokenFile {
     width: Width,
     tokens: u64,
     documents: Option<u64>,
+    mask: Option<FileMap>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,11 +103,31 @@ impl TokenFile {
                 if format == TokenFormat::NanoGpt { "nanogpt" } else { "llmc" }
             )));
         }
-        match format {
+        let mut file = match format {
             TokenFormat::LlmC => llmc(map).map_err(refuse),
             TokenFormat::NanoGpt => nanogpt(map).map_err(refuse),
             TokenFormat::Megatron => megatron(map, &index),
+        }?;
+        let mask = mask_of(path);
+        if mask.is_file() {
+            let map = FileMap::open(&mask)?;
+            let (bytes, expected) = (map.bytes().len() as u64, file.tokens.div_ceil(8));
+            if bytes != expected {
+                return Err(Error::Usage(format!(
+                    "{}: has {bytes} bytes, and {} tokens in {} need {expected}; they are of different runs",
+                    mask.display(),
+                    file.tokens,
+                    path.display()
+                )));
+            }
+            file.mask = Some(map);
         }
+        Ok(file)
+    }
+
+    /// Whether token `index` does not count in the loss; it must lie in the file.
+    pub fn is_silent(&self, index: u64) -> bool {
+        self.mask.as_ref().is_some_and(|mask| mask.bytes()[(index / 8) as usize] >> (index % 8) & 1 == 1)
     }
 
     /// Number of ids.
@@ -207,7 +236,7 @@ fn llmc(map: FileMap) -> std::result::Result<TokenFile, String> {
             data.len()
         ));
     }
-    Ok(TokenFile { start: LLMC_HEADER, width, tokens: tokens.into(), documents: None, map })
+    Ok(TokenFile { start: LLMC_HEADER, width, tokens: tokens.into(), documents: None, mask: None, map })
 }
 
 fn nanogpt(map: FileMap) -> std::result::Result<TokenFile, String> {
@@ -215,7 +244,7 @@ fn nanogpt(map: FileMap) -> std::result::Result<TokenFile, String> {
     if !bytes.is_multiple_of(2) {
         return Err(format!("{bytes} bytes are not a whole number of u16 tokens"));
     }
-    Ok(TokenFile { start: 0, width: Width::U16, tokens: bytes / 2, documents: None, map })
+    Ok(TokenFile { start: 0, width: Width::U16, tokens: bytes / 2, documents: None, mask: None, map })
 }
 
 /// The index must describe the `.bin` exactly: a pair from two runs is the usual accident.
@@ -281,5 +310,5 @@ fn megatron(map: FileMap, path: &Path) -> Result<TokenFile> {
             map.path().display()
         )));
     }
-    Ok(TokenFile { start: 0, width, tokens, documents: Some(documents.saturating_sub(1)), map })
+    Ok(TokenFile { start: 0, width, tokens, documents: Some(documents.saturating_sub(1)), mask: None, map })
 }

@@ -23,8 +23,22 @@ enum Line {
     Header { run: Value },
     /// A step.
     Step(StepRecord),
+    /// An evaluation.
+    Evaluation(EvaluationRecord),
     /// Ends a session: its metrics, or why it ended.
     Footer { results: Value },
+}
+
+/// What an evaluation found.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvaluationRecord {
+    /// Steps made before it.
+    pub step: u64,
+    /// Mean loss of the tokens that count.
+    #[serde(deserialize_with = "super::progress::finite_or_nan")]
+    pub loss: f64,
+    /// Tokens that count.
+    pub tokens: u64,
 }
 
 /// The log while it is written. Each line is on disk, as far as the system is concerned, before the next step.
@@ -59,6 +73,14 @@ impl RunLog {
         self.line(&Line::Step(record.clone()))
     }
 
+    /// Writes an evaluation.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with path and reason.
+    pub fn evaluation(&mut self, record: &EvaluationRecord) -> Result<()> {
+        self.line(&Line::Evaluation(*record))
+    }
+
     /// Ends the session.
     ///
     /// # Errors
@@ -90,7 +112,7 @@ impl RunLog {
             Err(error) => return Err(Error::Usage(format!("{}: {error}", path.display()))),
         };
         let mut run = Run::default();
-        let mut steps = BTreeMap::new();
+        let (mut steps, mut evaluations) = (BTreeMap::new(), BTreeMap::new());
         let cut = !text.ends_with('\n');
         let lines: Vec<&str> = text.lines().collect();
         for (index, line) in lines.iter().enumerate() {
@@ -100,7 +122,11 @@ impl RunLog {
                 Ok(Line::Step(record)) => {
                     // A resumed session repeats steps from its checkpoint on: those after it never happened.
                     drop(steps.split_off(&record.step));
+                    drop(evaluations.split_off(&record.step));
                     steps.insert(record.step, record);
+                }
+                Ok(Line::Evaluation(record)) => {
+                    evaluations.insert(record.step, record);
                 }
                 Err(_) if cut && index + 1 == lines.len() => {}
                 Err(error) => {
@@ -109,6 +135,7 @@ impl RunLog {
             }
         }
         run.steps = steps.into_values().collect();
+        run.evaluations = evaluations.into_values().collect();
         Ok(Some(run))
     }
 }
@@ -120,6 +147,8 @@ pub struct Run {
     pub header: Value,
     /// Every step once, in order.
     pub steps: Vec<StepRecord>,
+    /// Every evaluation, in order.
+    pub evaluations: Vec<EvaluationRecord>,
     /// The last session's end; none if it never got there.
     pub footer: Option<Value>,
 }
@@ -135,13 +164,13 @@ impl Run {
     }
 }
 
-/// Writes `train_results.json`, and adds the same values to `all_results.json`: raw values, sorted, indented by
-/// four.
+/// Writes `train_results.json` (or as `of` names it), and adds the same values to `all_results.json`: raw values,
+/// sorted, indented by four.
 ///
 /// # Errors
 /// [`Error::Failed`] with path and reason.
-pub fn write_results(run_dir: &Path, values: &BTreeMap<String, Value>) -> Result<()> {
-    write_whole(&run_dir.join("train_results.json"), &pretty(values))?;
+pub fn write_results(run_dir: &Path, of: &str, values: &BTreeMap<String, Value>) -> Result<()> {
+    write_whole(&run_dir.join(format!("{of}_results.json")), &pretty(values))?;
     let all = run_dir.join("all_results.json");
     // A file of an earlier session that cannot be read any more is replaced.
     let mut merged: BTreeMap<String, Value> =
@@ -176,6 +205,7 @@ mod tests {
         let mut log = RunLog::begin(&run_dir, json!({"session": 1})).unwrap();
         for step in 1..=5 {
             log.step(&record(step, step as f64)).unwrap();
+            log.evaluation(&EvaluationRecord { step, loss: f64::NAN, tokens: 0 }).unwrap();
         }
         drop(log);
         let mut log = RunLog::begin(&run_dir, json!({"session": 2})).unwrap();
@@ -183,12 +213,17 @@ mod tests {
             log.step(&record(step, 30.0)).unwrap();
         }
         log.step(&record(5, f64::NAN)).unwrap();
+        log.evaluation(&EvaluationRecord { step: 5, loss: 2.5, tokens: 7 }).unwrap();
         log.end(json!({"train_loss": 1.5})).unwrap();
         let run = RunLog::read(&run_dir).unwrap().unwrap();
         assert_eq!(run.header, json!({"session": 2}));
         let losses: Vec<f64> = run.steps.iter().map(|step| step.loss).collect();
         assert_eq!(losses[..4], [1.0, 2.0, 30.0, 30.0]);
         assert!(losses[4].is_nan());
+        let steps: Vec<u64> = run.evaluations.iter().map(|evaluation| evaluation.step).collect();
+        assert_eq!(steps, [1, 2, 5]);
+        assert!(run.evaluations[0].loss.is_nan());
+        assert_eq!(run.evaluations[2], EvaluationRecord { step: 5, loss: 2.5, tokens: 7 });
         assert_eq!(run.footer, Some(json!({"train_loss": 1.5})));
     }
 
@@ -213,7 +248,7 @@ mod tests {
         let all = folder.path().join("all_results.json");
         std::fs::write(&all, "{\"eval_loss\": 2.5, \"epoch\": 1.0}").unwrap();
         let values = BTreeMap::from([("train_loss".into(), json!(4.0)), ("epoch".into(), json!(2.0))]);
-        write_results(folder.path(), &values).unwrap();
+        write_results(folder.path(), "train", &values).unwrap();
         let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
         assert_eq!(read("train_results.json"), "{\n    \"epoch\": 2.0,\n    \"train_loss\": 4.0\n}\n");
         assert_eq!(

@@ -46,7 +46,7 @@ pub struct StepRecord {
     pub moved_bytes: BTreeMap<String, u64>,
 }
 
-fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+pub(super) fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::NAN))
 }
 

@@ -252,6 +252,14 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
 
 fn output(raw: &Raw) -> Result<OutputSettings> {
     let every = |key| raw.parse(key, "a whole number of updates, a share below 1, epoch or 0", Every::parse);
+    let eval_data = raw.values("eval_data");
+    match (eval_data.is_empty(), raw.is_default("eval_fraction")) {
+        (false, false) => return Err(raw.refuse("eval_fraction", "--eval_data names what to evaluate on; give one")),
+        (true, true) if !raw.is_default("eval_steps") => {
+            return Err(raw.refuse("eval_steps", "it needs --eval_data, or --eval_fraction of the rows"));
+        }
+        _ => {}
+    }
     Ok(OutputSettings {
         dir: raw.values("output_dir").concat().into(),
         save: every("save_steps")?,
@@ -269,6 +277,7 @@ fn output(raw: &Raw) -> Result<OutputSettings> {
         })?,
         logging: every("logging_steps")?,
         eval: every("eval_steps")?,
+        eval_data,
         eval_fraction: number(raw, "eval_fraction", "a number from 0 to below 1", |x| (0.0..1.0).contains(&x))?,
     })
 }
