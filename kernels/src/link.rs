@@ -258,7 +258,12 @@ impl Link {
             },
             Trouble::Late(peer) => {
                 let seconds = self.deadline.as_secs_f64();
-                (peer, format!("it did not answer within {seconds} s; it hangs, or needs a longer deadline"))
+                (
+                    peer,
+                    format!(
+                        "it did not answer within {seconds} s; it hangs or is stopped, or --timeout is too short for it"
+                    ),
+                )
             }
             Trouble::Diverged(peer, how) => (peer, how),
         };

@@ -86,7 +86,17 @@ pub fn backend(settings: &Settings, world: &World, timed: bool) -> Result<(Arc<d
         1 => None,
         ranks => {
             let master = world.meeting_address()?;
-            Some(Link::rendezvous(world.rank, ranks, master, world.timeout, LinkOptions::default())?)
+            let deadline = settings.backend.timeout.unwrap_or(world.timeout);
+            // Ranks of other hosts may be started much later, or not at all: nobody shall wonder what is waited for.
+            if world.local_rank == 0 && world.local_world < world.world {
+                eprintln!(
+                    "castor: rank {} of {ranks} waits for the others at {}, at most {} s",
+                    world.rank,
+                    world.master,
+                    deadline.as_secs()
+                );
+            }
+            Some(Link::rendezvous(world.rank, ranks, master, deadline, LinkOptions { deadline })?)
         }
     };
     let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {

@@ -10,6 +10,7 @@ pub(crate) mod table;
 mod values;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 pub(crate) use values::boolean;
 pub use values::{Budget, Every, nearest};
@@ -273,6 +274,8 @@ pub struct BackendSettings {
     pub kind: BackendKind,
     /// Whether all sums have a fixed order.
     pub deterministic: bool,
+    /// How long ranks wait for each other at a time; None: as the environment says.
+    pub timeout: Option<Duration>,
     /// CPU backend: emulated link rates in GB/s (10⁹ bytes); None: as fast as it goes.
     pub emulated: EmulatedLinks,
 }

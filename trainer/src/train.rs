@@ -6,6 +6,7 @@ use crate::data::{self, PackedRows, Sampler, held_out};
 use crate::engine::{Engine, Outcome, StepInputs, StepResult};
 use crate::error::{Error, Result};
 use crate::inputs::MicroBatch;
+use crate::launcher;
 use crate::rendezvous::World;
 use crate::report::log::{self, RunLog};
 use crate::report::metrics::{self, Header, TrainMetrics};
@@ -18,7 +19,7 @@ use crate::{account, step_rows::StepRows};
 use castor_kernels::Tier;
 use castor_runtime::Pass;
 use serde_json::json;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -75,7 +76,11 @@ pub fn main(settings: &Settings) -> Result<()> {
     let begun = from.map(|checkpoint| checkpoint.progress().step);
     let stop = Arc::new(AtomicBool::new(false));
     let signal = Arc::new(std::sync::atomic::AtomicUsize::new(0));
-    for kind in [SIGTERM, SIGINT] {
+    for kind in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
+        // `nohup` and schedulers that warn beforehand (USR1) mean what they say.
+        if kind == SIGHUP && launcher::is_ignored(kind) {
+            continue;
+        }
         let register = || {
             signal_hook::flag::register(kind, Arc::clone(&stop))?;
             signal_hook::flag::register_usize(kind, Arc::clone(&signal), kind as usize)

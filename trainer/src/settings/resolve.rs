@@ -1,6 +1,7 @@
 //! From text to [`Settings`]: one value at a time, each refusal one sentence with flag, value and range.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::raw::Raw;
 use super::values::{boolean, size};
@@ -280,6 +281,9 @@ fn backend(raw: &Raw) -> Result<BackendSettings> {
             &[("auto", BackendKind::Auto), ("cuda", BackendKind::Cuda), ("cpu", BackendKind::Cpu)],
         )?,
         deterministic: switch(raw, "deterministic")?,
+        timeout: raw.optional("timeout", "a whole number of seconds, at least 1,", |text| {
+            text.parse::<u32>().ok().filter(|seconds| *seconds > 0).map(|seconds| Duration::from_secs(seconds.into()))
+        })?,
         emulated: EmulatedLinks {
             h2d: rate("emulated_h2d_gbps")?,
             d2h: rate("emulated_d2h_gbps")?,

@@ -139,6 +139,7 @@ pub(crate) const FLAGS: &[Flag] = &[
 
     flag(BACKEND, "backend", None, &[], Value, "auto", "auto, cuda or cpu"),
     flag(BACKEND, "deterministic", None, &["full_determinism"], Switch, "true", "Fixed order of all sums"),
+    flag(BACKEND, "timeout", None, &["ddp_timeout"], Value, "", "Seconds that ranks wait for each other at a time [that of `castor run`, else 300]"),
     flag(BACKEND, "emulated_h2d_gbps", None, &[], Value, "0", "CPU backend: host to device, GB/s; 0: as fast as it goes"),
     flag(BACKEND, "emulated_d2h_gbps", None, &[], Value, "0", "CPU backend: device to host, GB/s"),
     flag(BACKEND, "emulated_nvme_read_gbps", None, &[], Value, "0", "CPU backend: NVMe to host, GB/s"),
@@ -162,7 +163,7 @@ pub(crate) const IGNORED: &[Ignored] = &[
     Ignored { names: &["tensorboard_dir", "logging_dir", "report_to"], short: Some('t'), why: "the log is train_log.jsonl in --output_dir" },
     Ignored { names: &["profile_memory", "profile"], short: None, why: "memory.json always holds every tick" },
     Ignored { names: &["do_train", "overwrite_output_dir"], short: None, why: "training is what this command does, and --resume decides about old output" },
-    Ignored { names: &["ddp_find_unused_parameters", "ddp_timeout", "ddp_static_graph"], short: None, why: "there is no such machinery here" },
+    Ignored { names: &["ddp_find_unused_parameters", "ddp_static_graph"], short: None, why: "there is no such machinery here" },
     Ignored { names: &["logging_strategy", "save_strategy", "eval_strategy", "evaluation_strategy", "logging_nan_inf_filter"], short: None, why: "--logging_steps and --save_steps decide, and every loss is shown" },
     Ignored { names: &["fsdp_config", "dataloader_drop_last", "dataloader_num_workers", "skip_memory_metrics"], short: None, why: "blocks are always wrapped, no row is dropped and memory is always measured" },
 ];
