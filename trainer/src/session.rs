@@ -4,6 +4,7 @@
 //! the settings or the machine have not decided, except what `auto` asks it to.
 
 use crate::activations::{Keep, LOGITS_BYTES};
+use crate::agreement;
 use crate::blueprint::{self, Blueprint, Options};
 use crate::config::ModelConfig;
 use crate::engine::Engine;
@@ -35,7 +36,7 @@ use std::sync::Arc;
 pub struct Hardware {
     /// The backend.
     pub backend: Arc<dyn Backend>,
-    /// Bytes per tier.
+    /// Bytes per tier, of which every rank has as many.
     pub budgets: Budgets,
     /// What it does per second, the same numbers on all ranks.
     pub rates: Rates,
@@ -54,25 +55,9 @@ impl Hardware {
         let cache = RateCache::path().as_deref().map(RateCache::read).unwrap_or_default();
         let known = Rates::known(&backend.device(), settings.memory.nvme.as_deref(), &cache);
         let known = if backend.device().backend == "cpu" { known.within(&settings.backend.emulated) } else { known };
-        let rates = agreed(&*backend, known)?;
+        let (rates, budgets) = agreement::common(&*backend, known, budgets)?;
         Ok(Hardware { backend, budgets, rates, notices })
     }
-}
-
-/// The rates of rank 0, whatever the other ranks' caches hold: all ranks must come to the same plan (L7).
-fn agreed(backend: &dyn Backend, rates: Rates) -> Result<Rates> {
-    if backend.world() == 1 {
-        return Ok(rates);
-    }
-    let unreadable = |error: serde_json::Error| {
-        Error::Kernels(castor_kernels::Error::Peer {
-            rank: 0,
-            reason: format!("sent no rates ({error}): are all ranks running the same version of castor?"),
-        })
-    };
-    let message = serde_json::to_vec(&rates).map_err(unreadable)?;
-    let rates = backend.exchange(&message)?;
-    serde_json::from_slice(&rates[0]).map_err(unreadable)
 }
 
 /// The backend that `settings` ask for, as a rank of `world`, and what to tell the user. `timed`: with the device's
@@ -416,32 +401,5 @@ pub fn parity(
             Err(Error::Failed(format!("{name} is off by {error:.2e}, more than --tolerance {tolerance:.0e}")))
         }
         _ => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use castor_kernels::Collectives;
-
-    #[test]
-    fn all_ranks_reckon_with_the_same_rates() {
-        let links = Link::in_process(3, LinkOptions::default()).unwrap();
-        let rates = |rank: u32| Rates { products: 1e9 / 3.0 + f64::from(rank), ..Rates::assumed("cpu") };
-        let all: Vec<Rates> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = links
-                .into_iter()
-                .map(|link| {
-                    scope.spawn(move || {
-                        let cpu = Cpu::new(CpuOptions { link: Some(link), ..CpuOptions::default() }).unwrap();
-                        agreed(&cpu, rates(cpu.rank())).unwrap()
-                    })
-                })
-                .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        });
-        assert!(all.iter().all(|rates| *rates == all[0]), "{all:?}");
-        // Text does not keep the last bit.
-        assert!((all[0].products - rates(0).products).abs() < 0.5, "{all:?}");
     }
 }

@@ -15,7 +15,7 @@ use crate::report::{self, PAGE, html};
 use crate::session::{self, Hardware};
 use crate::settings::Settings;
 use crate::source::Rows;
-use crate::{account, step_rows::StepRows};
+use crate::{account, agreement, step_rows::StepRows};
 use castor_kernels::Tier;
 use castor_runtime::Pass;
 use serde_json::json;
@@ -66,6 +66,14 @@ pub fn main(settings: &Settings) -> Result<()> {
         blueprint.options(),
         checkpoint::Data { rows: training.end, rows_per_step: sampler.rows_per_step(), order: settings.order },
     );
+    let cadence = (steps, &settings.output.save, &settings.output.eval, settings.output.save_model);
+    agreement::same(
+        &*hardware.backend,
+        &[
+            ("flags or data", format!("{facts:?} {:?} {cadence:?}", blueprint.options())),
+            ("plans", format!("{:?}", plan.placement)),
+        ],
+    )?;
     let (from, said) = checkpoint::find(&settings.output.resume, &settings.output.dir, &facts, &*hardware.backend)?;
     notices.extend(said);
     let mut engine = session::engine(Arc::clone(&hardware.backend), &blueprint, plan)?;

@@ -310,6 +310,49 @@ fn two_ranks_resume_bit_for_bit() {
     }
 }
 
+/// What one, three and four ranks wrote two go on from: but for the order of sums it is the same run.
+#[test]
+fn two_ranks_go_on_from_what_any_number_wrote() {
+    const STEP_ROWS: u64 = 12;
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = small(temporary.path(), 257, true);
+    let of_world = |world: u32| {
+        let mut options = small_options(&folder);
+        (options.sharding, options.batch) = (ZERO3, STEP_ROWS / u64::from(world));
+        options
+    };
+    let go_on = |engine: &mut Engine, steps: std::ops::Range<u64>| -> Vec<f64> {
+        let (rank, rows) = (u64::from(engine.manager().backend().rank()), engine.options().batch);
+        let id = |place: u64| (place * 7919 % 257) as i32;
+        let mut results = Vec::new();
+        for step in steps {
+            let first = (step * STEP_ROWS + rank * rows) * SEQUENCE;
+            let ids: Vec<i32> = (first..first + rows * SEQUENCE).map(id).collect();
+            let batch = Batch { sequence: SEQUENCE, labels: ids.clone(), ids };
+            let tokens = engine.total(batch.micro().counted(SEQUENCE)).unwrap();
+            results.extend(engine.step(&StepInputs { micros: &[batch.micro()], tokens }).unwrap());
+        }
+        results.extend(engine.finish().unwrap());
+        results.iter().map(|result| result.loss).collect()
+    };
+    for writers in [1, 3, 4] {
+        let run = tempfile::tempdir().unwrap();
+        let expected = ranks(&of_world(writers), writers, |engine| {
+            engine.load(&RandomWeights::new(&engine.options().config.clone(), 3)).unwrap();
+            go_on(engine, 0..3);
+            save(run.path(), engine);
+            go_on(engine, 3..6)
+        });
+        let resumed = ranks(&of_world(2), 2, |engine| {
+            restore(run.path(), engine);
+            go_on(engine, 3..6)
+        });
+        for (step, (loss, expected)) in resumed[0].iter().zip(&expected[0]).enumerate() {
+            support::close(&format!("written by {writers}, step {step} after it"), *loss, *expected, 1e-6);
+        }
+    }
+}
+
 #[test]
 fn damage_is_named_and_the_checkpoint_before_is_taken() {
     let temporary = tempfile::tempdir().unwrap();

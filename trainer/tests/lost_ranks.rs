@@ -1,6 +1,10 @@
 //! `castor run` and its ranks when one of them is stopped, killed, missing or doing something else: the run ends, the
 //! culprit is named, and neither a process nor the port is left.
 
+#[path = "support/processes.rs"]
+mod processes;
+
+use processes::{is_alive, ranks_of, variable};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::net::TcpListener;
@@ -76,18 +80,9 @@ impl Launched {
             assert!(launcher.try_wait().unwrap().is_none(), "the run ended at once");
             steps(&log) > 0
         });
-        let children = children_of(launcher.id());
-        let variable = |pid: Pid, name: &str| {
-            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            let text = String::from_utf8_lossy(&environment).into_owned();
-            text.split('\0').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('=')?.parse::<u16>().ok())
-        };
-        let mut ranks: Vec<(u16, Pid)> =
-            children.iter().filter_map(|pid| Some((variable(*pid, "RANK")?, *pid))).collect();
-        ranks.sort_by_key(|(rank, _)| *rank);
-        let ranks: Vec<Pid> = ranks.into_iter().map(|(_, pid)| pid).collect();
+        let ranks = ranks_of(launcher.id());
         assert_eq!(ranks.len(), world);
-        let port = variable(ranks[0], "MASTER_PORT").unwrap();
+        let port = variable(ranks[0], "MASTER_PORT").and_then(|port| port.parse().ok()).unwrap();
         Launched { launcher, ranks, port }
     }
 
@@ -109,25 +104,6 @@ fn said(output: &Output) -> String {
 
 fn steps(log: &Path) -> usize {
     fs::read_to_string(log).unwrap_or_default().matches("\"loss\"").count()
-}
-
-/// Fields of a process's `stat` from its state on; none if it is gone.
-fn stat(pid: impl std::fmt::Display) -> Option<Vec<String>> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    Some(stat.rsplit(')').next()?.split_whitespace().map(str::to_owned).collect())
-}
-
-fn children_of(parent: u32) -> Vec<Pid> {
-    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
-    let numbers = processes.filter_map(|name| name.parse::<i32>().ok());
-    numbers
-        .filter(|pid| stat(pid).is_some_and(|stat| stat[1] == parent.to_string()))
-        .filter_map(Pid::from_raw)
-        .collect()
-}
-
-fn is_alive(pid: Pid) -> bool {
-    stat(pid).is_some_and(|stat| stat[0] != "Z")
 }
 
 /// Stops a rank for good, and returns when the others are waiting for it in a collective.
@@ -210,15 +186,18 @@ fn a_rank_that_never_comes_is_named_after_the_timeout() {
     assert!(said(&output).contains("rank 1: missing: of 3 ranks, 1, 2 did not come"), "{}", said(&output));
 }
 
-/// A rank that makes fewer steps leaves the other alone: it says so instead of waiting.
+/// Ranks that would go different ways find out before the first step, all of them.
 #[test]
-fn a_rank_that_ends_early_is_named() {
+fn a_rank_with_other_flags_is_named() {
     let (folder, port) = (folder(), free_port());
-    let other = rank(folder.path(), "TRAIN --max_steps 2", 1, 2, port).spawn().unwrap();
-    let output = rank(folder.path(), "TRAIN --max_steps 6", 0, 2, port).output().unwrap();
-    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-    assert!(said(&output).contains("rank 1: it closed its connection"), "{}", said(&output));
-    other.wait_with_output().unwrap();
+    for flags in ["--max_steps 6", "--max_steps 2 --lr 1e-3", "--max_steps 2 --recompute full"] {
+        let other = rank(folder.path(), &format!("TRAIN {flags}"), 1, 2, port).spawn().unwrap();
+        let output = rank(folder.path(), "TRAIN --max_steps 2 --recompute none", 0, 2, port).output().unwrap();
+        for output in [output, other.wait_with_output().unwrap()] {
+            assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+            assert!(said(&output).contains("rank 1 has other flags or data than rank 0"), "{}", said(&output));
+        }
+    }
 }
 
 #[test]

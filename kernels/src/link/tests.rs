@@ -210,6 +210,26 @@ fn missing_ranks_are_named_to_all_that_came() {
     }
 }
 
+/// Launchers of several hosts that were given the same number, or other numbers of ranks.
+#[test]
+fn ranks_that_are_not_one_world_find_out_at_the_rendezvous() {
+    for (guests, words) in [([(1, 3), (1, 3)], "two processes"), ([(1, 2), (2, 3)], "one of 2 ranks; rank 0 expects 3")]
+    {
+        let master = free_address();
+        let meet = move |(rank, world): (u32, u32)| {
+            let timeout = Duration::from_secs(60);
+            Link::rendezvous(rank, world, master, timeout, LinkOptions::default()).err().expect("no world")
+        };
+        let host = std::thread::scope(|scope| {
+            let host = scope.spawn(move || meet((0, 3)));
+            // The guests are told, or find nobody there any more: neither is waited for a minute.
+            guests.into_iter().for_each(|guest| drop(std::thread::spawn(move || meet(guest))));
+            host.join().expect("no panic")
+        });
+        assert!(matches!(host, Error::Peer { rank: 1, .. }) && host.to_string().contains(words), "{host}");
+    }
+}
+
 #[test]
 fn a_port_in_use_and_a_missing_master_are_one_sentence() {
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
