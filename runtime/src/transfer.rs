@@ -3,7 +3,7 @@
 
 use crate::error::Result;
 use crate::fence::Fence;
-use castor_kernels::{Backend, Span, Stream, View};
+use castor_kernels::{Among, Backend, Span, Stream, View};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Instant;
@@ -108,7 +108,7 @@ impl Transfer {
         Ok(Fence::at(self.backend.mark(stream)))
     }
 
-    /// Forms the whole chunk from all ranks' shards after `fence`.
+    /// Forms the whole chunk from its shards after `fence`.
     ///
     /// # Errors
     /// If a peer is gone.
@@ -122,7 +122,7 @@ impl Transfer {
         )
     }
 
-    /// Leaves in `shard` this rank's part of the ranks' sum of `full`.
+    /// Leaves in `shard` this rank's part of the sum of `full` over the ranks that together hold all shards.
     ///
     /// # Errors
     /// If a peer is gone.
@@ -136,12 +136,12 @@ impl Transfer {
         )
     }
 
-    /// Sums `view` over the ranks.
+    /// Sums `view` over these ranks.
     ///
     /// # Errors
     /// If a peer is gone.
-    pub fn all_reduce(&mut self, view: View, fence: Fence) -> Result<Fence> {
-        self.collective(fence, |backend| backend.all_reduce(view), |traffic| traffic.reduced += view.span.bytes)
+    pub fn all_reduce(&mut self, among: Among, view: View, fence: Fence) -> Result<Fence> {
+        self.collective(fence, |backend| backend.all_reduce(among, view), |traffic| traffic.reduced += view.span.bytes)
     }
 
     fn collective(

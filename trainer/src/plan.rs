@@ -23,9 +23,10 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
     let parameters = config.parameters();
     // The plan is for one rank of many like it; only this one's hardware is looked at.
     let hardware = Hardware::open(settings, &World::alone())?;
-    let world = ranks.unwrap_or(World::from_env()?.world);
+    let environment = World::from_env()?;
+    let world = ranks.unwrap_or(environment.world);
     let steps = settings.max_steps.unwrap_or(1);
-    let options = session::options(
+    let mut options = session::options(
         settings,
         config,
         settings.max_length as u64,
@@ -33,6 +34,9 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
         settings.gradient_accumulation_steps,
         steps,
     );
+    // Ranks that are not here yet: as if of one host, unless the environment says more.
+    let local = if environment.world == world { environment.local_world } else { world };
+    options.shards = session::shards(settings, world, local)?;
     let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world)?;
     if as_json {
         println!("{}", as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters));
@@ -41,7 +45,12 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
     for notice in notices.iter().chain(&hardware.notices) {
         eprintln!("castor: {notice}");
     }
-    println!("{parameters} parameters on {world} ranks, {} chunks", blueprint.layout().chunk_ids().count());
+    let layout = blueprint.layout();
+    let groups = match layout.world == layout.shards {
+        true => String::new(),
+        false => format!(" ({} groups of {})", layout.world / layout.shards, layout.shards),
+    };
+    println!("{parameters} parameters on {world} ranks{groups}, {} chunks", layout.chunk_ids().count());
     print!("{}", account::plan_lines(&plan, blueprint.layout(), &plan.predicted.ledger));
     for (role, tiers) in by_role(&blueprint, &plan) {
         let tiers: Vec<String> = tiers.iter().map(|(tier, bytes)| format!("{tier} {}", Bytes(*bytes))).collect();
@@ -118,6 +127,7 @@ fn as_value(
     json!({
         "parameters": parameters,
         "world": layout.world,
+        "shards": layout.shards,
         "policy": plan.policy,
         "padding": layout.waste(),
         "model_bytes_per_rank": layout.model_bytes(),

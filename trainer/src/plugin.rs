@@ -1,7 +1,7 @@
 //! Plugins: one engine, named presets. A preset is a row of a table, never a code path.
 
 use crate::error::{Error, Result};
-use crate::settings::nearest;
+use crate::settings::{ShardSize, nearest};
 
 /// Which model data is divided among the ranks; what is not is held whole by each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,33 +110,35 @@ pub fn find(name: &str) -> Result<Preset> {
         })
 }
 
-/// The preset that Hugging Face's `--fsdp "…"` words ask for.
+/// The preset that Hugging Face's `--fsdp "…"` words ask for, and how many ranks data is split over.
 ///
 /// # Errors
 /// [`Error::Usage`] naming the word that is not known or not offered.
-pub fn from_fsdp(words: &str) -> Result<Preset> {
+pub fn from_fsdp(words: &str) -> Result<(Preset, ShardSize)> {
     let (mut base, mut offload) = (None, "");
     for word in words.split([' ', ',']).filter(|word| !word.is_empty()) {
         match word {
-            "full_shard" | "shard_grad_op" | "no_shard" => base = Some(word),
+            "full_shard" | "shard_grad_op" | "no_shard" => base = Some((word, ShardSize::All)),
+            "hybrid_shard" => base = Some(("full_shard", ShardSize::Host)),
+            "hybrid_shard_zero2" => base = Some(("shard_grad_op", ShardSize::Host)),
             "offload" => offload = "_offload",
             // Blocks are always wrapped one by one here.
             "auto_wrap" => {}
             _ => {
                 return Err(Error::Usage(format!(
-                    "--fsdp \"{words}\": {word} is not known; full_shard, shard_grad_op, no_shard, offload and \
-                     auto_wrap are"
+                    "--fsdp \"{words}\": {word} is not known; full_shard, shard_grad_op, hybrid_shard, \
+                     hybrid_shard_zero2, no_shard, offload and auto_wrap are"
                 )));
             }
         }
     }
     match base {
-        Some("no_shard") if !offload.is_empty() => {
+        Some(("no_shard", _)) if !offload.is_empty() => {
             Err(Error::Usage(format!("--fsdp \"{words}\": offload needs full_shard or shard_grad_op")))
         }
-        Some(base) => find(&format!("{base}{offload}")),
+        Some((base, shards)) => Ok((find(&format!("{base}{offload}"))?, shards)),
         None => Err(Error::Usage(format!(
-            "--fsdp \"{words}\" names no sharding; add full_shard, shard_grad_op or no_shard"
+            "--fsdp \"{words}\" names no sharding; add full_shard, shard_grad_op, hybrid_shard or no_shard"
         ))),
     }
 }
@@ -160,9 +162,16 @@ mod tests {
 
     #[test]
     fn fsdp_words() {
-        assert_eq!(from_fsdp("full_shard auto_wrap").unwrap().name, "zero3");
-        assert_eq!(from_fsdp("shard_grad_op offload").unwrap().name, "zero2_offload");
-        assert!(from_fsdp("hybrid_shard").unwrap_err().to_string().contains("hybrid_shard"));
+        for (words, name, shards) in [
+            ("full_shard auto_wrap", "zero3", ShardSize::All),
+            ("shard_grad_op offload", "zero2_offload", ShardSize::All),
+            ("hybrid_shard auto_wrap", "zero3", ShardSize::Host),
+            ("hybrid_shard_zero2", "zero2", ShardSize::Host),
+        ] {
+            let (preset, size) = from_fsdp(words).unwrap();
+            assert_eq!((preset.name, size), (name, shards), "{words}");
+        }
+        assert!(from_fsdp("hybrid_shrad").unwrap_err().to_string().contains("hybrid_shard"));
         assert!(from_fsdp("auto_wrap").is_err());
     }
 }

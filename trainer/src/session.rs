@@ -18,7 +18,7 @@ use crate::plugin::Placement;
 use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
 use crate::settings::{
-    BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, StateFormat,
+    BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, ShardSize, StateFormat,
 };
 use crate::source::TensorSource;
 use crate::weights::{HfFolder, RandomWeights};
@@ -81,7 +81,8 @@ pub fn backend(settings: &Settings, world: &World, timed: bool) -> Result<(Arc<d
                     deadline.as_secs()
                 );
             }
-            Some(Link::rendezvous(world.rank, ranks, master, deadline, LinkOptions { deadline })?)
+            let options = LinkOptions { deadline, shards: shards(settings, ranks, world.local_world)? };
+            Some(Link::rendezvous(world.rank, ranks, master, deadline, options)?)
         }
     };
     let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {
@@ -188,7 +189,26 @@ pub fn policy(settings: &Settings) -> Box<dyn PlacementPolicy> {
     }
 }
 
-/// What the run computes with, all but the recompute levels, which [`plan`] decides.
+/// How many neighbouring ones of `world` ranks, of which a host has `local`, data is split over; None: all.
+///
+/// # Errors
+/// [`Error::Usage`] if the ranks are not whole groups.
+pub fn shards(settings: &Settings, world: u32, local: u32) -> Result<Option<u32>> {
+    let wanted = match settings.memory.shard_size {
+        ShardSize::All => return Ok(None),
+        ShardSize::Host => local,
+        ShardSize::Ranks(ranks) => ranks,
+    };
+    if !world.is_multiple_of(wanted) {
+        return Err(Error::Usage(format!(
+            "--shard_size {wanted}: {world} ranks are not whole groups of {wanted}; give a number that divides {world}"
+        )));
+    }
+    Ok((wanted < world).then_some(wanted))
+}
+
+/// What the run computes with, all but the recompute levels, which [`plan`] decides, and the number of
+/// [`shards`].
 pub fn options(
     settings: &Settings,
     config: ModelConfig,
@@ -227,6 +247,7 @@ pub fn options(
         micro_batches: micros,
         round: micros,
         formats: blueprint::formats(parameter, gradient, moments),
+        shards: None,
         sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
         fused_attention: settings.memory.flash_attention,
@@ -310,7 +331,8 @@ pub fn plan(
 /// summed over the head's part and then the embedding's, which rounds would interleave (L6): there all go together.
 fn rounds(options: &Options, world: u32) -> Vec<u64> {
     let all = options.micro_batches;
-    if options.config.tie_word_embeddings || (world > 1 && options.sharding.gradients) {
+    let split = options.shards.unwrap_or(world) > 1 && options.sharding.gradients;
+    if options.config.tie_word_embeddings || split {
         return vec![all];
     }
     let mut rounds: Vec<u64> = [all, all.div_ceil(2), all.div_ceil(4), 1].into();
@@ -386,6 +408,7 @@ pub fn parity(
     let hardware = Hardware::open(settings, &world)?;
     let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
     options.evaluates = true;
+    options.shards = shards(settings, world.world, world.local_world)?;
     let (blueprint, plan, _) = plan(settings, options, &hardware, world.world)?;
     let mut engine = engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
     let said = load(settings, &mut engine)?;

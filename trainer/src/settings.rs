@@ -200,6 +200,8 @@ pub struct LossScale {
 pub struct MemorySettings {
     /// Sharding and placement.
     pub plugin: Preset,
+    /// How many ranks data is split over.
+    pub shard_size: ShardSize,
     /// Device budget.
     pub device: Budget,
     /// Host budget of this rank.
@@ -220,6 +222,17 @@ pub struct MemorySettings {
     pub prefetch: Option<u64>,
     /// Updates that the memory collector records.
     pub warmup_steps: u64,
+}
+
+/// How many neighbouring ranks data is split over; the other groups of as many hold the same again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShardSize {
+    /// All.
+    All,
+    /// Those of a host.
+    Host,
+    /// This many.
+    Ranks(u32),
 }
 
 /// What of the activations is dropped in forward and computed again in backward.

@@ -58,6 +58,7 @@ pub fn main(settings: &Settings) -> Result<()> {
     let mut options =
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = !evaluation.is_empty();
+    options.shards = session::shards(settings, world.world, world.local_world)?;
     let (blueprint, plan, _) = session::plan(settings, options, &hardware, world.world)?;
     if speaks {
         checkpoint::prepare(settings, blueprint.layout())?;

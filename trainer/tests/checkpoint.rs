@@ -234,7 +234,7 @@ fn smallest(options: &Options, nvme: &Path) -> Budgets {
 
 /// Runs one engine per rank on its thread.
 fn ranks<T: Send>(options: &Options, world: u32, body: impl Fn(&mut Engine) -> T + Sync) -> Vec<T> {
-    let links = Link::in_process(world, LinkOptions::default()).unwrap();
+    let links = Link::in_process(world, LinkOptions { shards: options.shards, ..LinkOptions::default() }).unwrap();
     std::thread::scope(|scope| {
         let threads: Vec<_> = links
             .into_iter()
@@ -283,6 +283,37 @@ fn any_number_of_ranks_reads_what_any_number_wrote() {
         restore(run.path(), &mut last);
         assert!(states(&mut last) == expected, "{dtype:?} {moments:?}");
     }
+}
+
+/// Of ranks that hold the same only one writes; any others read it, and these what any others wrote.
+#[test]
+fn replicas_write_once_and_read_what_others_wrote() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = small(temporary.path(), 257, false);
+    let run = tempfile::tempdir().unwrap();
+    let mut options = small_options(&folder);
+    options.formats = formats(DType::Bf16, DType::F32, DType::Q8);
+    let mut first = loaded(options.clone(), &folder);
+    train(&mut first, 0..3);
+    let (expected, expected_weights) = (states(&mut first), weights(&mut first));
+    save(run.path(), &mut first);
+    for (world, shards) in [(4, Some(2)), (3, None), (4, Some(1)), (6, Some(3))] {
+        options.shards = shards;
+        let results = ranks(&options, world, |engine| {
+            restore(run.path(), engine);
+            let weights = weights(engine);
+            save(run.path(), engine);
+            checkpoint::save_model(run.path(), "bytes", engine).unwrap();
+            weights
+        });
+        assert!(results.iter().all(|weights| *weights == expected_weights), "{world} ranks, {shards:?}");
+        let written = fs::read_dir(run.path().join("checkpoint-3")).unwrap().count();
+        assert_eq!(written, shards.unwrap_or(world) as usize + 2, "a file per shard, the shape and the manifest");
+    }
+    options.shards = None;
+    let mut last = alone(options);
+    restore(run.path(), &mut last);
+    assert!(states(&mut last) == expected);
 }
 
 /// Two ranks that stop and come back go on as if they had not.

@@ -8,7 +8,7 @@ use super::values::{boolean, size};
 use super::{
     BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings, OptimizerKind,
     OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind, ScheduleSettings,
-    Settings, StateFormat, Warmup,
+    Settings, ShardSize, StateFormat, Warmup,
 };
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
@@ -194,8 +194,8 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
 }
 
 fn memory(raw: &Raw) -> Result<MemorySettings> {
-    let plugin = match raw.values("fsdp").concat() {
-        words if words.is_empty() => plugin::find(&raw.values("plugin").concat())?,
+    let (plugin, by_words) = match raw.values("fsdp").concat() {
+        words if words.is_empty() => (plugin::find(&raw.values("plugin").concat())?, ShardSize::All),
         words if raw.is_default("plugin") => plugin::from_fsdp(&words)?,
         words => {
             return Err(Error::Usage(format!(
@@ -224,8 +224,18 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
     if nvme.is_none() && !raw.is_default("nvme_capacity") {
         return Err(raw.refuse("nvme_capacity", "it needs --nvme with the folder to use"));
     }
+    let asked = raw.parse("shard_size", "a number of ranks from 1, host or all", |text| match text {
+        "all" => Some(ShardSize::All),
+        "host" => Some(ShardSize::Host),
+        number => number.parse().ok().filter(|ranks| *ranks > 0).map(ShardSize::Ranks),
+    })?;
+    let shard_size = if raw.is_default("shard_size") { by_words } else { asked };
+    if shard_size != ShardSize::All && !plugin.sharding.optimizer {
+        return Err(raw.refuse("shard_size", &format!("plugin {} splits nothing", plugin.name)));
+    }
     Ok(MemorySettings {
         plugin,
+        shard_size,
         device: budget("device_memory")?,
         host: budget("host_memory")?,
         nvme,
