@@ -316,27 +316,27 @@ fn replicas_write_once_and_read_what_others_wrote() {
     assert!(states(&mut last) == expected);
 }
 
-/// Two ranks that stop and come back go on as if they had not.
+/// Ranks that stop and come back go on as if they had not.
 #[test]
-fn two_ranks_resume_bit_for_bit() {
+fn ranks_resume_bit_for_bit() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = small(temporary.path(), 257, false);
     let run = tempfile::tempdir().unwrap();
-    for sharding in [ZERO1, ZERO3] {
+    for (world, shards, sharding) in [(2, None, ZERO1), (2, None, ZERO3), (4, Some(2), ZERO3)] {
         let mut options = small_options(&folder);
-        options.sharding = sharding;
-        let whole = ranks(&options, 2, |engine| {
+        (options.sharding, options.shards) = (sharding, shards);
+        let whole = ranks(&options, world, |engine| {
             engine.load(&RandomWeights::new(&engine.options().config.clone(), 3)).unwrap();
             let mut bits = train(engine, 0..3);
             save(run.path(), engine);
             bits.extend(train(engine, 3..6));
             bits
         });
-        let resumed = ranks(&options, 2, |engine| {
+        let resumed = ranks(&options, world, |engine| {
             restore(run.path(), engine);
             train(engine, 3..6)
         });
-        assert_eq!(whole[0][3..], resumed[0], "{sharding:?}");
+        assert_eq!(whole[0][3..], resumed[0], "{world} ranks, {sharding:?}");
         assert_eq!(whole[1], whole[0]);
     }
 }

@@ -74,7 +74,11 @@ struct Launched {
 
 impl Launched {
     fn start(folder: &Path, words: &str, world: usize) -> Launched {
-        let mut launcher = castor(folder, words).spawn().unwrap();
+        Launched::of(folder, castor(folder, words), world)
+    }
+
+    fn of(folder: &Path, mut command: Command, world: usize) -> Launched {
+        let mut launcher = command.spawn().unwrap();
         let log = folder.join("out/train_log.jsonl");
         wait_until("a step is made", || {
             assert!(launcher.try_wait().unwrap().is_none(), "the run ended at once");
@@ -139,17 +143,20 @@ fn a_stopped_rank_ends_the_run_after_the_timeout_and_is_named() {
 
 #[test]
 fn a_rank_killed_in_a_collective_ends_the_run_within_ten_seconds() {
-    for killed in [0, 1] {
+    for (killed, signal, name) in
+        [(0, Signal::KILL, "9 (KILL)"), (1, Signal::KILL, "9 (KILL)"), (1, Signal::ABORT, "6 (ABRT)")]
+    {
         let folder = folder();
         let run = Launched::start(folder.path(), &format!("run --nproc_per_node 2 --log_dir logs TRAIN {ENDLESS}"), 2);
         stop(folder.path(), run.ranks[killed]);
         let began = Instant::now();
-        kill_process(run.ranks[killed], Signal::KILL).unwrap();
+        kill_process(run.ranks[killed], signal).unwrap();
+        kill_process(run.ranks[killed], Signal::CONT).unwrap();
         let (code, said) = run.ended();
         assert!(began.elapsed() < Duration::from_secs(10), "it took {:?}", began.elapsed());
-        assert_eq!(code, 137, "{said}");
-        let named = format!("rank {killed} on localhost was killed by signal 9 (KILL)");
-        assert!(said.contains(&named) && said.contains(&format!("logs/rank_{killed}.")), "{said}");
+        assert_eq!(code, 128 + signal.as_raw(), "{said}");
+        assert!(said.contains(&format!("rank {killed} on localhost was ")) && said.contains(name), "{said}");
+        assert!(said.contains(&format!("logs/rank_{killed}.")), "{said}");
     }
 }
 
@@ -181,9 +188,14 @@ fn survivors_without_a_launcher_name_the_killed_rank() {
 #[test]
 fn a_rank_that_never_comes_is_named_after_the_timeout() {
     let folder = folder();
-    let output = rank(folder.path(), "TRAIN --max_steps 2 --timeout 1", 0, 3, free_port()).output().unwrap();
+    let port = free_port();
+    let mut alone = rank(folder.path(), "TRAIN --max_steps 2 --timeout 1", 0, 3, port);
+    // As if the others were on other hosts: nobody shall wonder what is waited for.
+    let output = alone.env("LOCAL_WORLD_SIZE", "1").output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(said(&output).contains("rank 1: missing: of 3 ranks, 1, 2 did not come"), "{}", said(&output));
+    let waits = format!("rank 0 of 3 waits for the others at 127.0.0.1:{port}, at most 1 s");
+    assert!(said(&output).contains(&waits), "{}", said(&output));
 }
 
 /// Ranks that would go different ways find out before the first step, all of them.
@@ -227,4 +239,43 @@ fn a_warning_saves_and_ends_all_ranks() {
             .filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("checkpoint-"));
         assert_eq!(saved.count(), 1, "{said}");
     }
+}
+
+/// Who starts with HUP ignored, as `nohup` does, goes on when the terminal closes, the ranks too.
+#[test]
+fn a_run_behind_nohup_goes_on() {
+    let folder = folder();
+    let words = format!("run --nproc_per_node 2 TRAIN {ENDLESS}");
+    let run = Launched::of(folder.path(), nohup(castor(folder.path(), &words)), 2);
+    let hang_up = |pid| kill_process(pid, Signal::HUP).unwrap();
+    run.ranks.iter().copied().chain([Pid::from_child(&run.launcher)]).for_each(hang_up);
+    let log = folder.path().join("out/train_log.jsonl");
+    let before = steps(&log);
+    wait_until("more steps are made", || steps(&log) > before + 20);
+    kill_process(Pid::from_child(&run.launcher), Signal::TERM).unwrap();
+    let (code, said) = run.ended();
+    assert_eq!(code, 143, "{said}");
+}
+
+/// The same command with HUP ignored.
+fn nohup(command: Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(command.get_program()).args(command.get_args());
+    if let Some(folder) = command.get_current_dir() {
+        shell.current_dir(folder).env("XDG_CACHE_HOME", folder);
+    }
+    shell.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    shell
+}
+
+#[test]
+fn ranks_meet_over_ipv6() {
+    if TcpListener::bind("[::1]:0").is_err() {
+        eprintln!("skipped: this machine has no IPv6");
+        return;
+    }
+    let folder = folder();
+    let words = "run --nproc_per_node 2 --master_addr ::1 TRAIN --max_steps 2";
+    let output = castor(folder.path(), words).output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
 }
