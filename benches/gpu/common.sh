@@ -21,7 +21,7 @@ train() { # name, then flags
     --logging_steps 1 --gradient_dtype bf16 --no_save_model --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
   local code=$?
   say "$name: exit $code in $((SECONDS - began)) s · $(grep -E '^step' "$out/train_$name.txt" | tail -n 1 | cut -c1-190)"
-  grep -E "error|panicked|host to device  |device to host  |The step waited|^  device |^  host " "$out/train_$name.txt" | cut -c1-330 | tee -a "$summary"
+  grep -E "error|panicked|estimated|host to device  |device to host  |The step waited|^  device |^  host " "$out/train_$name.txt" | cut -c1-330 | tee -a "$summary"
   python3 - "/tmp/runs/$name/train_log.jsonl" <<'P' | tee -a "$summary"
 import json, sys, hashlib
 try:

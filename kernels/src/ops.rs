@@ -250,7 +250,7 @@ pub trait Operators {
         shape: Attention,
     );
 
-    /// Bytes of scratch for attention, forward and backward.
+    /// Bytes of scratch for attention, forward and backward; enough for any smaller batch too.
     fn attention_scratch_bytes(&self, shape: Attention, dtype: crate::DType) -> u64;
 
     /// `out = silu(gate)·up`. One row of gate_up `[T, 2F]` is F of gate, then F of up.

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod chunk;
+pub mod clock;
 pub mod error;
 pub mod fence;
 pub mod layout;

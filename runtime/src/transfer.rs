@@ -1,9 +1,10 @@
 //! Transfers: every byte that moves goes through here, behind the fences it must wait for, and is counted
 //! where its copy is issued (L4).
 
+use crate::clock::{Clock, Times};
 use crate::error::Result;
 use crate::fence::Fence;
-use castor_kernels::{Among, Backend, Span, Stream, View};
+use castor_kernels::{Among, Backend, Mark, Span, Stream, View};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Instant;
@@ -58,13 +59,13 @@ pub struct Transfer {
     traffic: Traffic,
     /// For each stream, the latest mark of every other stream that it already waits for.
     waited: [[u64; Stream::ALL.len()]; Stream::ALL.len()],
-    stall_ns: u64,
+    clock: Clock,
 }
 
 impl Transfer {
     /// Transfers on `backend`.
     pub fn new(backend: Arc<dyn Backend>) -> Transfer {
-        Transfer { backend, traffic: Traffic::default(), waited: Default::default(), stall_ns: 0 }
+        Transfer { backend, traffic: Traffic::default(), waited: Default::default(), clock: Clock::new() }
     }
 
     /// Makes `stream` wait for `fence`.
@@ -76,12 +77,21 @@ impl Transfer {
             }
             *waited = mark.number;
             if stream == Stream::Compute && !self.backend.reached(mark) {
-                let begun = Instant::now();
-                self.backend.wait(stream, mark);
-                self.stall_ns += begun.elapsed().as_nanos() as u64;
+                self.stall(mark);
             } else {
                 self.backend.wait(stream, mark);
             }
+        }
+    }
+
+    /// Makes the compute stream wait, and takes the time: of the device, or of this thread where that is the stream.
+    fn stall(&mut self, mark: Mark) {
+        let (from, begun) = (self.backend.mark(Stream::Compute), Instant::now());
+        self.backend.wait(Stream::Compute, mark);
+        if self.backend.reached(mark) {
+            self.clock.stalled_ns(begun.elapsed().as_nanos() as u64);
+        } else {
+            self.clock.stalled(from, self.backend.mark(Stream::Compute));
         }
     }
 
@@ -96,6 +106,7 @@ impl Transfer {
     /// If the copy is refused.
     pub fn copy(&mut self, stream: Stream, source: Span, target: Span, fence: Fence) -> Result<Fence> {
         self.wait(stream, fence);
+        let from = self.backend.mark(stream);
         self.backend.copy(stream, source, target)?;
         let counted = match stream {
             Stream::HostToDevice => &mut self.traffic.host_to_device,
@@ -105,7 +116,7 @@ impl Transfer {
             Stream::Compute | Stream::Collective => unreachable!("chunks move on the copy streams"),
         };
         *counted += source.bytes;
-        Ok(Fence::at(self.backend.mark(stream)))
+        Ok(Fence::at(self.moved(from)))
     }
 
     /// Forms the whole chunk from its shards after `fence`.
@@ -151,9 +162,17 @@ impl Transfer {
         count: impl FnOnce(&mut Traffic),
     ) -> Result<Fence> {
         self.wait(Stream::Collective, fence);
+        let from = self.backend.mark(Stream::Collective);
         run(&*self.backend)?;
         count(&mut self.traffic);
-        Ok(Fence::at(self.backend.mark(Stream::Collective)))
+        Ok(Fence::at(self.moved(from)))
+    }
+
+    /// Marks the end of a move that began at `from`.
+    fn moved(&mut self, from: Mark) -> Mark {
+        let to = self.backend.mark(from.stream);
+        self.clock.busy(from, to);
+        to
     }
 
     /// All bytes so far.
@@ -161,9 +180,8 @@ impl Transfer {
         self.traffic
     }
 
-    /// Nanoseconds for which the issuing thread waited for transfers so far (a backend whose compute stream is
-    /// the calling thread; others wait on the device).
-    pub const fn stall_ns(&self) -> u64 {
-        self.stall_ns
+    /// How long the engines were busy so far and the step waited for them; what is not over yet comes later.
+    pub fn times(&mut self) -> Times {
+        self.clock.settle(&*self.backend)
     }
 }

@@ -3,7 +3,7 @@
 use crate::rendezvous::World;
 use crate::report::memory::{self, ChunkReport, LinkReport, MemoryReport, TierReport};
 use crate::report::peak_host_bytes;
-use castor_kernels::Tier;
+use castor_kernels::{Stream, Tier};
 use castor_runtime::ledger::{Category, Ledger};
 use castor_runtime::mem_stats::TickStats;
 use castor_runtime::plan::Plan;
@@ -55,7 +55,10 @@ pub fn plan_lines(plan: &Plan, layout: &castor_runtime::layout::Layout, ledger: 
 }
 
 /// One rank's memory, predicted and measured.
-pub fn memory(manager: &StatefulTensorMgr, world: &World, steps: u64, step_seconds: f64) -> MemoryReport {
+pub fn memory(manager: &mut StatefulTensorMgr, world: &World, steps: u64, step_seconds: f64) -> MemoryReport {
+    let times = manager.times();
+    let a_step = |nanoseconds: u64| nanoseconds as f64 * 1e-9 / steps.max(1) as f64;
+    let manager = &*manager;
     let plan = manager.plan();
     let predicted = &plan.predicted.ticks[Pass::Train.index()];
     let measured = manager.collector().ticks(Pass::Train);
@@ -77,11 +80,21 @@ pub fn memory(manager: &StatefulTensorMgr, world: &World, steps: u64, step_secon
         .collect();
     let counted = manager.last_traffic(Pass::Train);
     let planned = plan.predicted.step(steps.saturating_sub(1));
-    let links = planned.links().into_iter().zip(counted.links()).map(|((link, planned), (_, counted))| LinkReport {
+    // Gathers and reductions share a stream; its time is given once.
+    let streams = [
+        Some(Stream::HostToDevice),
+        Some(Stream::DeviceToHost),
+        Some(Stream::NvmeRead),
+        Some(Stream::NvmeWrite),
+        Some(Stream::Collective),
+        None,
+    ];
+    let counted = planned.links().into_iter().zip(counted.links()).zip(streams);
+    let links = counted.map(|(((link, planned), (_, counted)), stream)| LinkReport {
         link: link.into(),
         planned_bytes_per_step: planned,
         counted_bytes_per_step: counted,
-        busy_seconds_per_step: None,
+        busy_seconds_per_step: stream.and_then(|stream| times.busy_ns[stream.index()]).map(a_step),
     });
     let layout = manager.layout();
     let chunks = layout.chunk_ids().map(|chunk| ChunkReport {
@@ -99,7 +112,7 @@ pub fn memory(manager: &StatefulTensorMgr, world: &World, steps: u64, step_secon
         links: links.collect(),
         chunks: chunks.collect(),
         step_seconds,
-        stall_seconds_per_step: manager.stall_ns() as f64 * 1e-9 / steps.max(1) as f64,
+        stall_seconds_per_step: a_step(times.stall_ns),
     }
 }
 

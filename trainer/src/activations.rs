@@ -370,18 +370,13 @@ fn scratch_bytes(request: &Request, backend: &dyn Backend) -> u64 {
     if shape.mlp_bias {
         columns = columns.max(2 * shape.ffn);
     }
-    (1..=request.batch)
-        .map(|batch| {
-            let attention = shape.attention(batch, request.attention);
-            let tokens = batch * request.attention.sequence;
-            backend
-                .attention_scratch_bytes(attention, request.dtype)
-                .max(backend.rmsnorm_scratch_bytes(tokens, columns))
-                .max(backend.rmsnorm_scratch_bytes(tokens, shape.hidden))
-        })
-        .max()
-        .unwrap_or(0)
-        .next_multiple_of(4)
+    let attention = shape.attention(request.batch, request.attention);
+    let reductions = (1..=request.batch).map(|batch| {
+        let tokens = batch * request.attention.sequence;
+        let bytes = |columns| backend.rmsnorm_scratch_bytes(tokens, columns);
+        bytes(columns).max(bytes(shape.hidden))
+    });
+    reductions.fold(backend.attention_scratch_bytes(attention, request.dtype), u64::max).next_multiple_of(4)
 }
 
 #[cfg(test)]

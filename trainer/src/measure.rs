@@ -1,13 +1,13 @@
 //! `castor doctor --bench`: how much this machine does per second, measured through the [`Backend`] trait alone.
 //!
-//! Measures what [`crate::estimate`] reckons with: a matrix product, device memory, the link in each direction and in
+//! Measures what [`crate::estimate`] reckons with: a matrix product, attention, device memory, the link in each direction and in
 //! both at once, and the disk. It knows no backend; what it finds is kept by [`crate::rates`].
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use castor_kernels::ops::Linear;
+use castor_kernels::ops::{Attention, Linear};
 use castor_kernels::{Backend, DType, Span, Stream, Tier, View, rng};
 use castor_runtime::Bytes;
 
@@ -36,23 +36,42 @@ pub struct Size {
     pub copy_bytes: u64,
     /// The matrix product.
     pub product: Linear,
-    /// Type of its elements.
+    /// Attention.
+    pub attention: Attention,
+    /// Type of the elements.
     pub dtype: DType,
+    /// How long a load like a step's goes on before products are timed: a device slows down under it.
+    pub heat: Duration,
 }
 
 impl Size {
-    /// Large enough that the start of a copy or kernel does not show, and no larger. The product is a 7B model's widest.
+    /// Large enough that the start of a copy or kernel does not show, and no larger. The product is one of
+    /// middling speed among a 7B model's.
     pub fn of(backend: &dyn Backend) -> Size {
+        let fused = backend.device().fused_attention;
+        let heads = |batch, sequence, heads, head_dim| Attention {
+            batch,
+            sequence,
+            heads,
+            kv_heads: heads,
+            head_dim,
+            fused,
+            deterministic: false,
+        };
         match backend.device().backend {
             "cuda" => Size {
                 copy_bytes: 256 << 20,
-                product: Linear { tokens: 8192, inputs: 4096, outputs: 22016 },
+                product: Linear { tokens: 16384, inputs: 11008, outputs: 4096 },
+                attention: heads(8, 2048, 32, 128),
                 dtype: if backend.computes_in(DType::Bf16) { DType::Bf16 } else { DType::F16 },
+                heat: Duration::from_secs(2),
             },
             _ => Size {
                 copy_bytes: 32 << 20,
                 product: Linear { tokens: 256, inputs: 1024, outputs: 2048 },
+                attention: heads(1, 256, 4, 64),
                 dtype: DType::F32,
+                heat: Duration::ZERO,
             },
         }
     }
@@ -73,7 +92,7 @@ pub struct Found {
 pub fn main(settings: &Settings) -> Result<()> {
     let nvme = settings.memory.nvme.as_deref();
     nvme.map(session::disk_room).transpose()?;
-    let (backend, notices) = session::backend(settings, &World::alone(), true)?;
+    let (backend, notices) = session::backend(settings, &World::alone())?;
     for notice in &notices {
         eprintln!("castor: {notice}");
     }
@@ -109,11 +128,29 @@ pub fn measure(backend: &dyn Backend, size: &Size, nvme: Option<&Path>) -> casto
     let (product, bytes) = (&size.product, size.copy_bytes as f64);
     let flop = 2.0 * (product.tokens * product.inputs * product.outputs) as f64;
     let shape = format!("{:?}, {}×{} by {}", size.dtype, product.tokens, product.inputs, product.outputs);
-    let [seconds] = bench.median([Stream::Compute], || {
+    let multiply = || {
         backend.linear(bench.x, bench.w, None, None, bench.y, size.product);
         Ok(())
-    })?;
+    };
+    let begun = Instant::now();
+    while begun.elapsed() < size.heat {
+        // Between its products a step reads and writes memory for about a sixth of its time.
+        bench.time([Stream::Compute], || {
+            (0..RUNS).try_for_each(|_| multiply())?;
+            (0..RUNS).try_for_each(|_| backend.copy(Stream::Compute, bench.device[0], bench.device[1]))
+        })?;
+    }
+    let [seconds] = bench.median([Stream::Compute], multiply)?;
     keep(Rate::Products, flop, seconds, &shape.to_lowercase());
+    let a = size.attention;
+    let [seconds] = bench.median([Stream::Compute], || {
+        backend.attention(bench.qkv, bench.out, bench.stats, bench.scratch, a);
+        backend.attention_backward(bench.qkv, bench.out, bench.stats, bench.d_out, bench.d_qkv, bench.scratch, a);
+        Ok(())
+    })?;
+    let flop = 3.5 * 2.0 * (a.tokens() * a.sequence * a.heads * a.head_dim) as f64;
+    let shape = format!("{:?}, {}×{} of {} heads of {}", size.dtype, a.batch, a.sequence, a.heads, a.head_dim);
+    keep(Rate::Attention, flop, seconds, &shape.to_lowercase());
     let [seconds] =
         bench.median([Stream::Compute], || backend.copy(Stream::Compute, bench.device[0], bench.device[1]))?;
     keep(Rate::DeviceMemory, 2.0 * bytes, seconds, &how);
@@ -137,6 +174,12 @@ struct Bench<'a> {
     x: View,
     w: View,
     y: View,
+    qkv: View,
+    out: View,
+    stats: View,
+    d_out: View,
+    d_qkv: View,
+    scratch: View,
     /// What a copy reads or writes.
     device: [Span; 2],
     host: [Span; 2],
@@ -154,6 +197,13 @@ impl<'a> Bench<'a> {
         let Linear { tokens, inputs, outputs } = size.product;
         let [x, w, y] = [tokens * inputs, outputs * inputs, tokens * outputs]
             .map(|elements| device(size.dtype.bytes(elements)).view(size.dtype));
+        let a = size.attention;
+        let rows = a.tokens() * a.heads * a.head_dim;
+        let [qkv, d_qkv, out, d_out] = [a.tokens() * a.packed(), a.tokens() * a.packed(), rows, rows]
+            .map(|elements| device(size.dtype.bytes(elements)).view(size.dtype));
+        let stats = device(DType::F32.bytes(a.tokens() * a.heads)).view(DType::F32);
+        let scratch_bytes = backend.attention_scratch_bytes(a, size.dtype).next_multiple_of(4);
+        let scratch = device(scratch_bytes).view(DType::F32);
         let copies = [device(size.copy_bytes), device(size.copy_bytes)];
         backend.reserve(Tier::Device, top, None)?;
         backend.reserve(Tier::Host, 2 * size.copy_bytes, None)?;
@@ -162,9 +212,11 @@ impl<'a> Bench<'a> {
         }
         backend.set_workspace(workspace);
         let host = [0, size.copy_bytes].map(|offset| Span::new(Tier::Host, offset, size.copy_bytes));
-        let bench = Bench { backend, copy_bytes: size.copy_bytes, x, w, y, device: copies, host };
+        let copy_bytes = size.copy_bytes;
+        let bench =
+            Bench { backend, copy_bytes, x, w, y, qkv, out, stats, d_out, d_qkv, scratch, device: copies, host };
         // Products of zeros and writes of zeros are faster than real ones.
-        for view in [x, w] {
+        for view in [x, w, qkv, d_out] {
             bench.fill(view)?;
         }
         for span in bench.host.into_iter().chain(copies) {
@@ -272,11 +324,13 @@ mod tests {
         .unwrap();
         let folder = tempfile::tempdir().unwrap();
         let product = Linear { tokens: 32, inputs: 64, outputs: 48 };
-        let size = Size { copy_bytes: 2 << 20, product, dtype: DType::F32 };
+        let attention =
+            Attention { batch: 1, sequence: 16, heads: 2, kv_heads: 1, head_dim: 8, fused: true, deterministic: false };
+        let size = Size { copy_bytes: 2 << 20, product, attention, dtype: DType::F32, heat: Duration::ZERO };
         let found = measure(&cpu, &size, Some(folder.path())).unwrap();
         let disk = found.disk.unwrap().rates;
         let all: BTreeMap<Rate, MeasuredRate> = found.device.rates.into_iter().chain(disk).collect();
-        assert_eq!(all.len(), 8, "{all:?}");
+        assert_eq!(all.len(), 9, "{all:?}");
         assert!(all.values().all(|rate| rate.value.is_finite() && rate.value > 0.0), "{all:?}");
         // A paced engine sleeps: never faster than its rate but for the lateness that it makes up for, and a busy machine
         // may wake it late. A mistake of direction, unit or size is further off than these bounds.

@@ -64,12 +64,7 @@ pub fn main(settings: &Settings, ranks: Option<u32>, as_json: bool) -> Result<()
     let levels: Vec<String> = levels.iter().map(|(level, blocks)| format!("{level} × {blocks}")).collect();
     println!("  blocks keep   {}", levels.join(", "));
     println!("  together      {} of {} micro-batches", blueprint.options().round, blueprint.options().micro_batches);
-    println!(
-        "  estimated     {:.3} s a step (compute {:.3} s), bounded by {}",
-        estimate.step_s,
-        estimate.compute_s,
-        estimate.bound()
-    );
+    println!("  estimated     {estimate}");
     println!("  rates         {}", hardware.rates.origin(settings.memory.nvme.is_some()));
     if let Some((index, worst)) = plan.predicted.ticks[0]
         .iter()

@@ -24,6 +24,8 @@ const VERSION: u32 = 2;
 pub struct Rates {
     /// Floating-point operations of matrix products.
     pub products: f64,
+    /// Floating-point operations of causal attention, forward and backward together.
+    pub attention: f64,
     /// Bytes of device memory, read and written.
     pub device_memory: f64,
     /// Bytes from host to device, while as many go the other way.
@@ -47,7 +49,8 @@ impl Rates {
         let (measured_at, disk_measured_at) = (None, None);
         match backend.as_bytes() {
             b"cuda" => Rates {
-                products: 700e12,
+                products: 680e12,
+                attention: 430e12,
                 device_memory: 3.5e12,
                 host_to_device: 48.5e9,
                 device_to_host: 48.5e9,
@@ -58,6 +61,7 @@ impl Rates {
             },
             _ => Rates {
                 products: 20e9,
+                attention: 10e9,
                 device_memory: 10e9,
                 host_to_device: 5e9,
                 device_to_host: 5e9,
@@ -87,6 +91,7 @@ impl Rates {
         for (rate, MeasuredRate { value, .. }) in &measured.rates {
             match rate {
                 Rate::Products => self.products = *value,
+                Rate::Attention => self.attention = *value,
                 Rate::DeviceMemory => self.device_memory = *value,
                 Rate::HostToDevice => self.host_to_device = *value,
                 Rate::DeviceToHost => self.device_to_host = *value,
@@ -130,6 +135,8 @@ impl Rates {
 pub enum Rate {
     /// Matrix products, FLOP/s.
     Products,
+    /// Causal attention, forward and backward, FLOP/s.
+    Attention,
     /// Device memory read and written, B/s.
     DeviceMemory,
     /// Host to device while nothing goes the other way, B/s.
@@ -151,6 +158,7 @@ impl Rate {
     pub const fn name(self) -> &'static str {
         match self {
             Rate::Products => "matrix products",
+            Rate::Attention => "attention",
             Rate::DeviceMemory => "device memory",
             Rate::HostToDeviceAlone => "host to device, alone",
             Rate::DeviceToHostAlone => "device to host, alone",
@@ -164,7 +172,7 @@ impl Rate {
     /// Unit of its values.
     pub const fn unit(self) -> &'static str {
         match self {
-            Rate::Products => "FLOP/s",
+            Rate::Products | Rate::Attention => "FLOP/s",
             _ => "B/s",
         }
     }
@@ -173,7 +181,8 @@ impl Rate {
     pub const fn purpose(self) -> &'static str {
         match self {
             Rate::Products => "time of forward and backward",
-            Rate::DeviceMemory => "time of the update on the device",
+            Rate::Attention => "the same, in long rows",
+            Rate::DeviceMemory => "time of norms, SwiGLU and the update on the device",
             Rate::HostToDeviceAlone | Rate::DeviceToHostAlone => "to compare: a step uses both ways at once",
             Rate::HostToDevice => "time to fetch what lies off the device",
             Rate::DeviceToHost => "time to bring it back",

@@ -50,7 +50,7 @@ impl Hardware {
     /// # Errors
     /// If CUDA is asked for and not there, a peer does not appear, or a limit cannot be read.
     pub fn open(settings: &Settings, world: &World) -> Result<Hardware> {
-        let (backend, notices) = backend(settings, world, false)?;
+        let (backend, notices) = backend(settings, world)?;
         let budgets = budgets(settings, world, &*backend)?;
         let cache = RateCache::path().as_deref().map(RateCache::read).unwrap_or_default();
         let known = Rates::known(&backend.device(), settings.memory.nvme.as_deref(), &cache);
@@ -60,12 +60,11 @@ impl Hardware {
     }
 }
 
-/// The backend that `settings` ask for, as a rank of `world`, and what to tell the user. `timed`: with the device's
-/// times of marks, where it can keep them.
+/// The backend that `settings` ask for, as a rank of `world`, and what to tell the user.
 ///
 /// # Errors
 /// If CUDA is asked for and not there, or a peer does not appear.
-pub fn backend(settings: &Settings, world: &World, timed: bool) -> Result<(Arc<dyn Backend>, Vec<String>)> {
+pub fn backend(settings: &Settings, world: &World) -> Result<(Arc<dyn Backend>, Vec<String>)> {
     let mut notices = Vec::new();
     let link = match world.world {
         1 => None,
@@ -94,18 +93,12 @@ pub fn backend(settings: &Settings, world: &World, timed: bool) -> Result<(Arc<d
         (BackendKind::Cuda, Err(reason)) => {
             return Err(Error::Usage(format!("--backend cuda: {reason}; without a GPU, --backend cpu trains too")));
         }
-        (BackendKind::Cuda | BackendKind::Auto, Ok(devices)) => cuda(settings, world, devices, link, timed)?,
+        (BackendKind::Cuda | BackendKind::Auto, Ok(devices)) => cuda(settings, world, devices, link)?,
     };
     Ok((backend, notices))
 }
 
-fn cuda(
-    settings: &Settings,
-    world: &World,
-    devices: usize,
-    link: Option<Link>,
-    timed: bool,
-) -> Result<Arc<dyn Backend>> {
+fn cuda(settings: &Settings, world: &World, devices: usize, link: Option<Link>) -> Result<Arc<dyn Backend>> {
     let ordinal = world.local_rank as usize;
     if ordinal >= devices {
         return Err(Error::Usage(format!(
@@ -115,7 +108,7 @@ fn cuda(
     let options = castor_kernels::cuda::CudaOptions {
         ordinal,
         deterministic: settings.backend.deterministic,
-        timed,
+        timed: true,
         link,
         ..Default::default()
     };

@@ -1,6 +1,6 @@
 //! One pass over the model, tick by tick: each group's update and forward, head, backward, norm.
 //!
-//! A step's updates are made by the next step, each right before the forward that needs its weights: behind it
+//! A step's updates are made by the next step, each shortly before the forward that needs its weights: behind it
 //! the states of the groups to come are on their way, and by then the exact global norm is known. What no next
 //! step will make, [`Step::update`] makes.
 //!
@@ -115,14 +115,21 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Embedding and all blocks, keeping what the backward wants. `due` is the update that the step before left to
+    /// Embedding and all blocks, keeping what the backward wants. With several ranks a group is updated one block
+    /// ahead, so that its new weights are gathered while that block computes. `due` is the update that the step before left to
     /// this one; the flag in the control scalars says whether there is one (L9), so the ticks are always the same.
     ///
     /// # Errors
     /// If the world below refuses.
     pub fn forward(&mut self, due: Option<&Due>) -> Result<()> {
         let model = self.model;
+        let blocks = model.shape.blocks;
+        let nth = |index| if index < blocks { model.groups.block(index) } else { model.groups.head() };
+        let ahead = u64::from(self.ops.world() > 1);
         self.update_due(due, Groups::EMBEDDING, Phase::Embed)?;
+        for index in 0..ahead {
+            self.update_due(due, nth(index), Phase::Embed)?;
+        }
         self.tick("embed", Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
         for micro in self.round.clone() {
@@ -130,9 +137,9 @@ impl<'a> Step<'a> {
             self.embed(&lease, micro, out);
         }
         self.mgr.release(lease)?;
-        for block in 0..model.shape.blocks {
+        for block in 0..blocks {
             let group = model.groups.block(block);
-            self.update_due(due, group, Phase::Forward(block))?;
+            self.update_due(due, nth(block + ahead), Phase::Forward(block))?;
             self.tick("forward", group, Phase::Forward(block))?;
             let lease = self.weights(group)?;
             let weights = self.block_tensors(&lease, group);
@@ -144,7 +151,7 @@ impl<'a> Step<'a> {
             }
             self.mgr.release(lease)?;
         }
-        self.update_due(due, model.groups.head(), Phase::Head)
+        if ahead == 0 { self.update_due(due, nth(blocks), Phase::Head) } else { Ok(()) }
     }
 
     /// Embedding, blocks and losses, keeping nothing; the sum of the losses is left in the readings. `observe` sees

@@ -59,8 +59,9 @@ pub fn main(settings: &Settings) -> Result<()> {
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = !evaluation.is_empty();
     options.shards = session::shards(settings, world.world, world.local_world)?;
-    let (blueprint, plan, _) = session::plan(settings, options, &hardware, world.world)?;
+    let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world.world)?;
     if speaks {
+        eprintln!("castor: estimated {estimate}; rates {}", hardware.rates.origin(settings.memory.nvme.is_some()));
         checkpoint::prepare(settings, blueprint.layout())?;
     }
     let facts = Facts::of(

@@ -23,8 +23,11 @@ use std::path::Path;
 use support::{adamw, close, engine, engine_with, json, options, plenty, shared, tight};
 
 const GOLDEN: [&str; 3] = ["mha", "gqa_tied", "llama3_rope"];
-/// Sums in another order make losses differ by less than this over ten steps.
-const TOLERANCE: f64 = 1e-5;
+/// Sums in another order make losses differ by less than this over ten steps; a GPU's powers and exponentials are
+/// rounded otherwise too.
+fn tolerance() -> f64 {
+    if support::on_cuda() { 1e-4 } else { 1e-5 }
+}
 
 /// Runs steps over windows of batches and returns every result.
 fn run(engine: &mut Engine, windows: &[&[Batch]]) -> Vec<StepResult> {
@@ -59,7 +62,7 @@ fn follows(case: &str, results: &[StepResult], expected: &serde_json::Value) {
     for ((result, loss), norm) in results.iter().zip(losses).zip(norms) {
         let what = format!("{case} step {}", result.step);
         assert_eq!(result.outcome, Outcome::Updated);
-        close(&format!("{what} loss"), result.loss, loss, TOLERANCE);
+        close(&format!("{what} loss"), result.loss, loss, tolerance());
         close(&format!("{what} norm"), result.grad_norm, norm, 1e-4);
     }
 }
@@ -160,7 +163,7 @@ fn trajectories_of_the_reference_trainer() {
             let what = format!("{name} step {}", expected["step"]);
             let value = |key: &str| expected[key].as_f64().unwrap();
             let result = run(&mut engine, &[window])[0];
-            close(&what, result.loss, value("loss"), TOLERANCE);
+            close(&what, result.loss, value("loss"), tolerance());
             // A large rate multiplies the rounding of single weights by up to 100 a step; the gradient's norm
             // shows it first.
             let norm = value("grad_norm_before_clip");
@@ -168,7 +171,7 @@ fn trajectories_of_the_reference_trainer() {
             assert!((result.lr - value("lr_used")).abs() < 1e-12, "{what}: {}", result.lr);
             assert_eq!(result.tokens, expected["target_tokens"].as_u64().unwrap());
             let weights = sum_of_weights(&mut engine);
-            close(&what, weights, value("sum_abs_params"), TOLERANCE);
+            close(&what, weights, value("sum_abs_params"), tolerance());
         }
     }
 }

@@ -31,6 +31,15 @@ pub(crate) fn cache_folder() -> Option<PathBuf> {
     set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache"))).map(|folder| folder.join("castor"))
 }
 
+/// Whether what is written to the cache folder can be found again.
+pub(crate) fn remembers() -> bool {
+    cache_folder().is_some_and(|folder| {
+        let probe = folder.join(format!("{}.probe", std::process::id()));
+        let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&probe, b""));
+        written.and_then(|()| std::fs::remove_file(&probe)).is_ok()
+    })
+}
+
 /// Writes a cache file in one piece: others see the old one or the new one. Failures are not reported.
 pub(crate) fn write_cache(path: &std::path::Path, bytes: &[u8]) {
     let temporary = path.with_extension(format!("{}.tmp", std::process::id()));

@@ -41,9 +41,13 @@ use gemm::Workspace;
 use marks::{Engine, Marks};
 use nvme::NvmeArena;
 use parking_lot::Mutex;
+use rayon::prelude::*;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use watch::Watch;
+
+/// Bytes of host memory that one thread copies at a time.
+const COPIED_AT_ONCE: usize = 1 << 20;
 
 /// Device bytes left free for what libraries load later: kernels come to the device on first use.
 const LATER_BYTES: u64 = 512 << 20;
@@ -64,8 +68,9 @@ pub(crate) struct Ptr {
 pub struct CudaOptions {
     /// Number of the device, as CUDA counts those that the process may see.
     pub ordinal: usize,
-    /// Never measure: take the remembered algorithm of a matrix product, or the library's first choice, so
-    /// that two runs with the same cache make the same choice.
+    /// The same bits in every run on this machine. A matrix product's algorithm is measured only where the choice
+    /// will be found again: by a rank alone, with a cache folder. Ranks beside each other take the remembered one,
+    /// or the library's first.
     pub deterministic: bool,
     /// Allow TensorFloat-32 in f32 matrix products (10 bits of mantissa instead of 23).
     pub tf32: bool,
@@ -116,7 +121,9 @@ impl Cuda {
         let failures = Arc::new(Failures::default());
         let marks = Arc::new(Marks::new(&context, options.timed)?);
         let launcher = launch::Launcher::new(&context)?;
-        let gemm = gemm::Gemm::new(&name, options.tf32, !options.deterministic)?;
+        let alone = options.link.as_ref().is_none_or(|link| link.world() == 1);
+        let tunes = !options.deterministic || (alone && algorithms::remembers());
+        let gemm = gemm::Gemm::new(&name, options.tf32, tunes)?;
         // Absent or unusable cuDNN is no failure: `attention_backend` tells, and our own kernel is used.
         let cudnn = match options.own_attention {
             false => cudnn::Cudnn::new(&name, marks.stream(Stream::Compute)),
@@ -293,7 +300,10 @@ impl Memory for Cuda {
     fn write_host(&self, target: Span, bytes: &[u8]) {
         let target = self.host_bytes(target.part(0, bytes.len() as u64));
         // SAFETY: inside the arena; nobody uses the target, as the caller promises.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target.address, bytes.len()) };
+        let target = unsafe { std::slice::from_raw_parts_mut(target.address, bytes.len()) };
+        // One core copies at a tenth of what the memory gives.
+        let parts = target.par_chunks_mut(COPIED_AT_ONCE).zip(bytes.par_chunks(COPIED_AT_ONCE));
+        parts.for_each(|(target, bytes)| target.copy_from_slice(bytes));
     }
 
     fn read_host(&self, source: Span, out: &mut [u8]) {

@@ -5,9 +5,12 @@ use crate::error::{Error, Result};
 use crate::plan::placed_bytes;
 use crate::units::{ChunkId, GroupId, Role};
 use castor_kernels::{DType, Span, Stream, Tier, numeric};
+use rayon::prelude::*;
 
 /// Elements handled at once: bounds the host memory that loading takes.
-const PIECE: u64 = 1 << 20;
+const PIECE: u64 = 1 << 22;
+/// Elements that one thread converts at a time.
+const SLICE: usize = 1 << 14;
 
 /// Gives elements of a group: `fill(first, out)` sets `out` to the elements from `first` on.
 pub type Fill<'a, E> = &'a mut dyn FnMut(u64, &mut [f32]) -> std::result::Result<(), E>;
@@ -24,6 +27,7 @@ impl StatefulTensorMgr {
         let (begin, count) = self.stored_range(parameter);
         let used = self.layout.group(group).used;
         let mut values = vec![0f32; PIECE.min(count) as usize];
+        let mut bytes = Vec::new();
         let mut first = begin;
         while first < begin + count {
             let piece = PIECE.min(begin + count - first);
@@ -34,7 +38,7 @@ impl StatefulTensorMgr {
                 fill(first, &mut values[..known as usize])?;
             }
             let dtype = self.layout.dtype(parameter);
-            self.write_home(parameter, dtype.bytes(first - begin), &encode(values, dtype))?;
+            self.write_home(parameter, dtype.bytes(first - begin), encode(values, dtype, &mut bytes))?;
             if let Some(master) = master {
                 let (master_begin, master_count) = self.stored_range(master);
                 let from = first.max(master_begin);
@@ -42,7 +46,7 @@ impl StatefulTensorMgr {
                 if from < to {
                     let dtype = self.layout.dtype(master);
                     let part = &values[(from - first) as usize..(to - first) as usize];
-                    self.write_home(master, dtype.bytes(from - master_begin), &encode(part, dtype))?;
+                    self.write_home(master, dtype.bytes(from - master_begin), encode(part, dtype, &mut bytes))?;
                 }
             }
             first += piece;
@@ -195,18 +199,22 @@ impl StatefulTensorMgr {
     }
 }
 
-fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
-    let halves = |convert: fn(f32) -> u16| {
-        let halves: Vec<u16> = values.iter().map(|value| convert(*value)).collect();
-        bytemuck::cast_slice(&halves).to_vec()
-    };
-    match dtype {
-        DType::F32 => bytemuck::cast_slice(values).to_vec(),
-        DType::Bf16 => halves(numeric::round_bf16),
-        DType::F16 => halves(numeric::round_f16),
-        DType::Rem16 => halves(|value| numeric::split(value).1 as u16),
+/// `values` as bytes of `dtype`, in `buffer` where they must be converted.
+fn encode<'a>(values: &'a [f32], dtype: DType, buffer: &'a mut Vec<u8>) -> &'a [u8] {
+    let convert: fn(f32) -> u16 = match dtype {
+        DType::F32 => return bytemuck::cast_slice(values),
+        DType::Bf16 => numeric::round_bf16,
+        DType::F16 => numeric::round_f16,
+        DType::Rem16 => |value| numeric::split(value).1 as u16,
         DType::F64 | DType::I32 | DType::Q8 => unreachable!("weights are not kept as {dtype:?}"),
-    }
+    };
+    buffer.resize(2 * values.len(), 0);
+    buffer.par_chunks_mut(2 * SLICE).zip(values.par_chunks(SLICE)).for_each(|(out, values)| {
+        for (out, value) in out.chunks_exact_mut(2).zip(values) {
+            out.copy_from_slice(&convert(*value).to_le_bytes());
+        }
+    });
+    buffer
 }
 
 fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {

@@ -13,6 +13,7 @@ mod loading;
 mod prefetch;
 
 use crate::chunk::{Chunk, WorkingCopy};
+use crate::clock::Times;
 use crate::error::{Error, Result};
 use crate::fence::Fence;
 use crate::layout::{Layout, TensorPlace};
@@ -246,9 +247,9 @@ impl StatefulTensorMgr {
         self.pass_traffic[pass.index()]
     }
 
-    /// Nanoseconds for which the step waited for transfers so far.
-    pub const fn stall_ns(&self) -> u64 {
-        self.transfer.stall_ns()
+    /// How long the engines were busy so far and the step waited for them; what is not over yet comes later.
+    pub fn times(&mut self) -> Times {
+        self.transfer.times()
     }
 
     /// Uses that the record did not foresee so far (L8).
@@ -443,6 +444,7 @@ impl StatefulTensorMgr {
         let pass = self.pass.index();
         self.tick = None;
         self.pass_traffic[pass] = self.transfer.traffic().since(&self.pass_began);
+        self.transfer.times();
         for (counter, (_, bytes)) in self.moved.iter().flatten().zip(self.pass_traffic[pass].links()) {
             counter.increment(bytes);
         }
@@ -487,8 +489,8 @@ impl StatefulTensorMgr {
         if span.bytes == bytes { span.view(dtype) } else { span.part(dtype.bytes(first), bytes).view(dtype) }
     }
 
-    /// Drops an idle copy of the wrong form, or one about to be produced anew over several ranks. Returns whether a
-    /// copy is now missing.
+    /// Drops an idle copy of the wrong form, but for a shard from which the whole will be gathered. Returns whether a
+    /// copy of the right form is missing.
     fn drop_stale_copy(&mut self, chunk: ChunkId, access: Access) -> bool {
         match self.chunk(chunk).idle_copy() {
             None => true,
@@ -497,7 +499,9 @@ impl StatefulTensorMgr {
                 if copy.whole == wanted_whole {
                     return false;
                 }
-                self.drop_copy(chunk);
+                if !(wanted_whole && access.reads()) {
+                    self.drop_copy(chunk);
+                }
                 true
             }
         }
@@ -508,7 +512,8 @@ impl StatefulTensorMgr {
         self.window.give(copy.span, copy.ready.and(copy.used));
     }
 
-    /// Issues what brings a chunk into the window: room, fetch from its home, gather.
+    /// Issues what brings a chunk into the window: room, fetch from its home, gather. An idle shard that is wanted
+    /// whole is gathered from where it is, unless it had to make room.
     fn fetch(&mut self, chunk: ChunkId, access: Access, due: u64, reserve: u64, demanded: bool) -> Result<bool> {
         let whole = access.whole() || !self.sharded(chunk);
         let bytes = if whole { self.layout.full_bytes(chunk) } else { self.layout.stored_bytes(chunk) };
@@ -519,6 +524,10 @@ impl StatefulTensorMgr {
             return Ok(false);
         };
         let ready = if access.reads() { self.bring(chunk, span, whole, free)? } else { free };
+        if self.chunk(chunk).idle_copy().is_some() {
+            let shard = self.chunk_mut(chunk).drop_copy();
+            self.window.give(shard.span, shard.ready.and(shard.used).and(ready));
+        }
         self.chunk_mut(chunk).fetch(WorkingCopy { span, whole, ready, used: Fence::OPEN, due });
         self.note_regions();
         Ok(true)
@@ -531,6 +540,9 @@ impl StatefulTensorMgr {
         let (first, count) = self.own_range(chunk);
         let own = if gathers { span.part(dtype.bytes(first), dtype.bytes(count)) } else { span };
         let (home, home_ready) = (self.chunk(chunk).home, self.chunk(chunk).home_ready);
+        if gathers && let Some(shard) = self.chunk(chunk).idle_copy().copied() {
+            return self.transfer.gather(shard.span.view(dtype), span.view(dtype), shard.ready.and(free));
+        }
         let (shard, mut ready) = match home.tier {
             Tier::Device => (home, home_ready.and(free)),
             Tier::Host => (own, self.transfer.copy(Stream::HostToDevice, home, own, home_ready.and(free))?),

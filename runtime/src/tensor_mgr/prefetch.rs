@@ -52,7 +52,9 @@ impl StatefulTensorMgr {
                     if copy.due < due {
                         continue;
                     }
-                    self.drop_copy(used.chunk);
+                    if !whole {
+                        self.drop_copy(used.chunk);
+                    }
                 }
                 let reserve = if ahead == 0 { 0 } else { to_produce };
                 if !self.fetch(used.chunk, used.access, due, reserve, false)? {

@@ -94,14 +94,15 @@ pub fn summary(log: Option<&log::Run>, memory: Option<&MemoryReport>) -> String 
         );
     }
     let _ = writeln!(text, "\nMoved per step (MiB)");
-    let _ = writeln!(text, "  {:<20}{:>12}{:>12}", "link", "planned", "counted");
+    let _ = writeln!(text, "  {:<20}{:>12}{:>12}{:>12}", "link", "planned", "counted", "busy, ms");
     for link in &memory.links {
         let _ = writeln!(
             text,
-            "  {:<20}{:>12}{:>12}",
+            "  {:<20}{:>12}{:>12}{:>12}",
             link.link,
             style::mib(link.planned_bytes_per_step),
             style::mib(link.counted_bytes_per_step),
+            link.busy_seconds_per_step.map_or("n/a".into(), |seconds| format!("{:.1}", seconds * 1e3)),
         );
     }
     let _ = writeln!(

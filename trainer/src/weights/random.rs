@@ -37,9 +37,8 @@ impl TensorSource for RandomWeights {
             let stream = self.seed ^ xxh3_64(name.as_bytes());
             out.par_chunks_mut(PIECE).enumerate().for_each(|(index, piece)| {
                 let first = first + (index * PIECE) as u64;
-                for (index, value) in (first..).zip(piece) {
-                    *value = self.deviation * rng::normal(stream, index);
-                }
+                rng::fill_normal(stream, first, piece);
+                piece.iter_mut().for_each(|value| *value *= self.deviation);
             });
         }
         Ok(())

@@ -1,9 +1,11 @@
-//! Engines on the CPU backend for tests, and the reference cases they are held against.
+//! Engines for tests, and the reference cases they are held against. On the CPU backend, or with
+//! `CASTOR_TEST_BACKEND=cuda` on a GPU.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use castor_kernels::{
     Backend, DType,
     cpu::{Cpu, CpuOptions},
+    cuda::{Cuda, CudaOptions},
     link::{Link, LinkOptions},
 };
 use castor_runtime::{
@@ -34,6 +36,11 @@ pub fn shared(path: &str) -> Option<PathBuf> {
         eprintln!("skipped: {} is not here", folder.display());
         None
     }
+}
+
+/// Whether engines run on a GPU.
+pub fn on_cuda() -> bool {
+    std::env::var("CASTOR_TEST_BACKEND").is_ok_and(|backend| backend == "cuda")
 }
 
 /// Reads a JSON file.
@@ -110,11 +117,16 @@ pub fn engine_of_rank(
     budgets: Budgets,
     link: Option<Link>,
 ) -> Engine {
-    let machine = CpuOptions { device_bytes: Some(budgets.device), threads: Some(1), link, ..CpuOptions::default() };
-    let cpu: Arc<dyn Backend> = Arc::new(Cpu::new(machine).unwrap());
-    let blueprint = Blueprint::new(options, cpu.as_ref());
-    let plan = blueprint.plan(cpu.as_ref(), policy, budgets, None).unwrap();
-    let mut engine = Engine::new(cpu, &blueprint, plan).unwrap();
+    let backend: Arc<dyn Backend> = if on_cuda() {
+        Arc::new(Cuda::new(CudaOptions { deterministic: true, link, ..CudaOptions::default() }).unwrap())
+    } else {
+        let device_bytes = Some(budgets.device);
+        Arc::new(Cpu::new(CpuOptions { device_bytes, threads: Some(1), link, ..CpuOptions::default() }).unwrap())
+    };
+    let budgets = Budgets { device: budgets.device + backend.device().overhead_bytes, ..budgets };
+    let blueprint = Blueprint::new(options, backend.as_ref());
+    let plan = blueprint.plan(backend.as_ref(), policy, budgets, None).unwrap();
+    let mut engine = Engine::new(backend, &blueprint, plan).unwrap();
     let (weights, _) = HfFolder::open(folder, &engine.options().config).unwrap();
     engine.load(&weights).unwrap();
     engine
