@@ -55,6 +55,7 @@ fn options() -> Options {
         round: 1,
         formats: formats(DType::F32, DType::F32, DType::F32),
         sharding: Sharding { parameters: true, gradients: true, optimizer: true },
+        shards: None,
         keep: vec![Keep::All; config.num_hidden_layers as usize],
         fused_attention: true,
         deterministic: true,

@@ -83,6 +83,18 @@ pub trait Order {
     fn copy(&self, stream: Stream, source: Span, target: Span) -> Result<()>;
 }
 
+/// The ranks among which a sum is taken. Data is split over as many neighbouring ranks as there are shards; ranks
+/// `r`, `r + shards`, `r + 2·shards` … hold the same shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Among {
+    /// All ranks.
+    All,
+    /// The ranks that together hold all shards, this one among them.
+    Shards,
+    /// The ranks that hold this rank's shard.
+    Replicas,
+}
+
 /// Sums and gathers across ranks. With one rank they do nothing (beyond copying where source ≠ target).
 /// All run on [`Stream::Collective`]; sums are taken in rank order, in f32.
 pub trait Collectives {
@@ -92,23 +104,35 @@ pub trait Collectives {
     /// This rank.
     fn rank(&self) -> u32;
 
-    /// `full` becomes the shards of all ranks in rank order. `shard` may be this rank's part of `full`.
+    /// Number of ranks that data is split over; divides [`Collectives::world`].
+    fn shards(&self) -> u32 {
+        self.world()
+    }
+
+    /// Which shard this rank holds.
+    fn shard(&self) -> u32 {
+        self.rank() % self.shards()
+    }
+
+    /// `full` becomes all shards in order. `shard` may be this rank's part of `full`. Runs among the ranks that
+    /// together hold all shards.
     ///
     /// # Errors
     /// If a peer is gone.
     fn all_gather(&self, shard: View, full: View) -> Result<()>;
 
-    /// `shard` becomes this rank's part of the sum of all ranks' `full`. `shard` may be that part itself.
+    /// `shard` becomes this rank's part of the sum of `full`. `shard` may be that part itself. Runs among the ranks
+    /// that together hold all shards.
     ///
     /// # Errors
     /// If a peer is gone.
     fn reduce_scatter(&self, full: View, shard: View) -> Result<()>;
 
-    /// `view` becomes the sum over the ranks. f64 is summed in f64.
+    /// `view` becomes the sum over these ranks. f64 is summed in f64.
     ///
     /// # Errors
     /// If a peer is gone.
-    fn all_reduce(&self, view: View) -> Result<()>;
+    fn all_reduce(&self, among: Among, view: View) -> Result<()>;
 
     /// Control plane: every rank's `message`, in rank order. Blocks; not on a stream.
     ///

@@ -7,7 +7,7 @@
 mod operators;
 
 use crate::ops::Attention;
-use crate::{Backend, Collectives, DType, Device, Mark, Memory, Order, Result, Span, Stream, Tier, View, route};
+use crate::{Among, Backend, Collectives, DType, Device, Mark, Memory, Order, Result, Span, Stream, Tier, View, route};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -30,6 +30,8 @@ pub struct DryProfile {
     pub attention_scratch_bytes: fn(Attention, DType) -> u64,
     /// As [`crate::Operators::rmsnorm_scratch_bytes`].
     pub rmsnorm_scratch_bytes: fn(u64, u64) -> u64,
+    /// As [`Collectives::shards`]. None: as many as ranks.
+    pub shards: Option<u32>,
 }
 
 impl Default for DryProfile {
@@ -43,6 +45,7 @@ impl Default for DryProfile {
             workspace_bytes: 0,
             attention_scratch_bytes: |_, _| 0,
             rmsnorm_scratch_bytes: |_, _| 0,
+            shards: None,
         }
     }
 }
@@ -177,7 +180,7 @@ impl Dry {
     fn check_shard(&self, shard: View, full: View) {
         self.check(shard.span);
         self.check(full.span);
-        route::own_part(shard, full, self.rank, self.world);
+        route::own_part(shard, full, self.shard(), self.shards());
     }
 
     #[track_caller]
@@ -264,6 +267,10 @@ impl Collectives for Dry {
         self.rank
     }
 
+    fn shards(&self) -> u32 {
+        self.profile.shards.unwrap_or(self.world)
+    }
+
     fn all_gather(&self, shard: View, full: View) -> Result<()> {
         self.check_shard(shard, full);
         self.count(|c| {
@@ -282,7 +289,7 @@ impl Collectives for Dry {
         Ok(())
     }
 
-    fn all_reduce(&self, view: View) -> Result<()> {
+    fn all_reduce(&self, _: Among, view: View) -> Result<()> {
         self.check(view.span);
         self.count(|c| {
             c.collectives_count += 1;

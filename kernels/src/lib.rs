@@ -23,7 +23,7 @@ pub mod rng;
 mod route;
 pub mod stream;
 
-pub use backend::{Backend, Collectives, Device, Memory, Order};
+pub use backend::{Among, Backend, Collectives, Device, Memory, Order};
 pub use error::{Error, Result};
 pub use file_map::FileMap;
 pub use memory::{DType, Span, Tier, View};

@@ -35,18 +35,18 @@ pub(crate) fn check_copy(backend: &'static str, stream: Stream, source: Span, ta
     Ok(())
 }
 
-/// Checks the shard of `rank` against the whole of `world` ranks, and gives this rank's part of the whole.
+/// Checks shard number `own` against the whole of `shards`, and gives its part of the whole.
 ///
 /// # Panics
-/// If their types differ, the whole is not one shard per rank, or the shard overlaps the whole without being
-/// this rank's part of it.
+/// If their types differ, the whole is not as many shards, or the shard overlaps the whole without being its part of
+/// it.
 #[track_caller]
-pub(crate) fn own_part(shard: View, full: View, rank: u32, world: u32) -> Span {
+pub(crate) fn own_part(shard: View, full: View, own: u32, shards: u32) -> Span {
     assert!(shard.dtype == full.dtype, "{shard:?} and {full:?} differ in type");
-    let whole = shard.span.bytes * u64::from(world) == full.span.bytes;
-    assert!(whole, "{full:?} is not {world} shards as {shard:?}");
-    let own = full.span.part(u64::from(rank) * shard.span.bytes, shard.span.bytes);
-    let apart = shard.span == own || !shard.span.overlaps(full.span);
-    assert!(apart, "{shard:?} is neither this rank's part of {full:?} nor apart from it");
-    own
+    let whole = shard.span.bytes * u64::from(shards) == full.span.bytes;
+    assert!(whole, "{full:?} is not {shards} shards as {shard:?}");
+    let part = full.span.part(u64::from(own) * shard.span.bytes, shard.span.bytes);
+    let apart = shard.span == part || !shard.span.overlaps(full.span);
+    assert!(apart, "{shard:?} is neither its part of {full:?} nor apart from it");
+    part
 }

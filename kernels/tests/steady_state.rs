@@ -2,7 +2,7 @@
 
 use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_kernels::link::{Link, LinkOptions};
-use castor_kernels::{Collectives, DType, Memory, Order, Span, Stream, Tier};
+use castor_kernels::{Among, Collectives, DType, Memory, Order, Span, Stream, Tier};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,7 +43,7 @@ fn round(cpu: &Cpu) {
     let own = full.part(full.elements() / 2 * u64::from(cpu.rank()), full.elements() / 2);
     cpu.reduce_scatter(full, own).expect("reduce-scatter");
     cpu.all_gather(own, full).expect("all-gather");
-    cpu.all_reduce(full.part(0, 64)).expect("all-reduce");
+    cpu.all_reduce(Among::All, full.part(0, 64)).expect("all-reduce");
     follow(Stream::DeviceToHost, cpu.mark(Stream::Collective));
     cpu.copy(Stream::DeviceToHost, at(Tier::Device, 0), at(Tier::Host, 1)).expect("copy");
     follow(Stream::NvmeWrite, cpu.mark(Stream::DeviceToHost));

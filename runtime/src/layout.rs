@@ -1,14 +1,14 @@
 //! Layout: which tensors form which chunk, at which offset, and what padding that costs.
 //!
 //! Chunks follow the model: one group of tensors (embedding, block, head) is one chunk per role. A group
-//! is padded only at its end, to [`ALIGNMENT`] elements per rank, so that every shard starts aligned for
+//! is padded only at its end, to [`ALIGNMENT`] elements per shard, so that every shard starts aligned for
 //! 16-byte loads and holds whole blocks of 8-bit moments.
 
 use crate::units::{ChunkId, GroupId, Role};
 use castor_kernels::{DType, memory::Q8_BLOCK};
 use serde::{Deserialize, Serialize};
 
-/// Elements to which each rank's shard of a group is padded.
+/// Elements to which each shard of a group is padded.
 pub const ALIGNMENT: u64 = Q8_BLOCK;
 
 /// A tensor to lay out.
@@ -53,7 +53,7 @@ pub struct Group {
     pub tensors: Vec<TensorPlace>,
     /// Elements of its tensors.
     pub used: u64,
-    /// Elements with padding: a multiple of `ALIGNMENT × world`.
+    /// Elements with padding: a multiple of `ALIGNMENT × shards`.
     pub elements: u64,
     /// Weight decay applies to elements `0..decayed`.
     pub decayed: u64,
@@ -89,7 +89,7 @@ impl Formats {
     }
 }
 
-/// Which roles are split over the ranks.
+/// Which roles are split over the ranks that together hold all shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharding {
     /// ZeRO-3
@@ -122,12 +122,23 @@ pub struct Layout {
     pub sharding: Sharding,
     /// Number of ranks.
     pub world: u64,
+    /// Number of ranks that data is split over; divides `world`. The others hold the same again.
+    pub shards: u64,
 }
 
 impl Layout {
-    /// Lays `groups` out for `world` ranks.
+    /// Lays `groups` out for `world` ranks, split over all of them.
     pub fn new(groups: Vec<GroupSpec>, formats: Formats, sharding: Sharding, world: u64) -> Layout {
-        let unit = ALIGNMENT * world;
+        Layout::replicated(groups, formats, sharding, world, world)
+    }
+
+    /// Lays `groups` out for `world` ranks, split over `shards` of them at a time.
+    ///
+    /// # Panics
+    /// If `shards` does not divide `world`.
+    pub fn replicated(groups: Vec<GroupSpec>, formats: Formats, sharding: Sharding, world: u64, shards: u64) -> Layout {
+        assert!(shards > 0 && world.is_multiple_of(shards), "{world} ranks are not whole groups of {shards}");
+        let unit = ALIGNMENT * shards;
         let mut first_element = 0;
         let groups = groups
             .into_iter()
@@ -159,7 +170,7 @@ impl Layout {
                 group
             })
             .collect();
-        Layout { groups, formats, sharding, world }
+        Layout { groups, formats, sharding, world, shards }
     }
 
     /// A group.
@@ -192,13 +203,13 @@ impl Layout {
 
     /// Elements of this rank's shard of a group.
     pub fn shard_elements(&self, group: GroupId) -> u64 {
-        self.group(group).elements / self.world
+        self.group(group).elements / self.shards
     }
 
     /// Elements of a chunk that one rank stores.
     pub fn stored_elements(&self, chunk: ChunkId) -> u64 {
         let group = self.group(chunk.group());
-        if self.sharding.splits(chunk.role()) { group.elements / self.world } else { group.elements }
+        if self.sharding.splits(chunk.role()) { group.elements / self.shards } else { group.elements }
     }
 
     /// Bytes of a chunk that one rank stores.

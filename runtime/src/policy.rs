@@ -165,7 +165,7 @@ fn homes(layout: &Layout, rule: impl Fn(ChunkId) -> Tier) -> Vec<Option<Tier>> {
 /// Whether a chunk may have its home off the device: a whole parameter of which each rank updates only a part
 /// is gathered in place and stays.
 fn may_leave(layout: &Layout, chunk: ChunkId) -> bool {
-    layout.world == 1 || chunk.role() != Role::Parameter || layout.sharding.parameters == layout.sharding.optimizer
+    layout.shards == 1 || chunk.role() != Role::Parameter || layout.sharding.parameters == layout.sharding.optimizer
 }
 
 /// Chunks, those whose absence from the device would cost most link bytes per stored byte first. Among equals the
@@ -190,7 +190,7 @@ fn window_need(view: &PolicyView<'_>, homes: &[Option<Tier>]) -> u64 {
     let layout = view.layout;
     view.schedule.largest_need(|used| {
         let (chunk, role) = (used.chunk, used.chunk.role());
-        let sharded = layout.world > 1 && layout.sharding.splits(role);
+        let sharded = layout.shards > 1 && layout.sharding.splits(role);
         let bytes = if in_place(used.access, sharded, homes[chunk.index()] == Some(Tier::Device)) {
             0
         } else if used.access.whole() {
@@ -220,7 +220,7 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
     let streamed = layout
         .chunk_ids()
         .filter(|chunk| {
-            homes[chunk.index()] != Some(Tier::Device) || (layout.world > 1 && layout.sharding.splits(chunk.role()))
+            homes[chunk.index()] != Some(Tier::Device) || (layout.shards > 1 && layout.sharding.splits(chunk.role()))
         })
         .map(|chunk| placed_bytes(Tier::Device, layout.full_bytes(chunk)))
         .sum::<u64>();

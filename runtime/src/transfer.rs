@@ -4,7 +4,7 @@
 use crate::clock::{Clock, Times};
 use crate::error::Result;
 use crate::fence::Fence;
-use castor_kernels::{Backend, Mark, Span, Stream, View};
+use castor_kernels::{Among, Backend, Mark, Span, Stream, View};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Instant;
@@ -119,7 +119,7 @@ impl Transfer {
         Ok(Fence::at(self.moved(from)))
     }
 
-    /// Forms the whole chunk from all ranks' shards after `fence`.
+    /// Forms the whole chunk from its shards after `fence`.
     ///
     /// # Errors
     /// If a peer is gone.
@@ -133,7 +133,7 @@ impl Transfer {
         )
     }
 
-    /// Leaves in `shard` this rank's part of the ranks' sum of `full`.
+    /// Leaves in `shard` this rank's part of the sum of `full` over the ranks that together hold all shards.
     ///
     /// # Errors
     /// If a peer is gone.
@@ -147,12 +147,12 @@ impl Transfer {
         )
     }
 
-    /// Sums `view` over the ranks.
+    /// Sums `view` over these ranks.
     ///
     /// # Errors
     /// If a peer is gone.
-    pub fn all_reduce(&mut self, view: View, fence: Fence) -> Result<Fence> {
-        self.collective(fence, |backend| backend.all_reduce(view), |traffic| traffic.reduced += view.span.bytes)
+    pub fn all_reduce(&mut self, among: Among, view: View, fence: Fence) -> Result<Fence> {
+        self.collective(fence, |backend| backend.all_reduce(among, view), |traffic| traffic.reduced += view.span.bytes)
     }
 
     fn collective(

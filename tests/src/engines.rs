@@ -77,6 +77,7 @@ pub fn options(world: u64, dtype: DType, optimizer: Optimizer, tied: bool) -> Op
         round: MICROS,
         formats: formats(dtype, DType::F32, DType::F32),
         sharding: SHARDINGS[3],
+        shards: None,
         keep: vec![Keep::All; config.num_hidden_layers as usize],
         fused_attention: true,
         deterministic: true,

@@ -6,7 +6,7 @@
 
 use castor_kernels::backend::{Backend, Collectives, Device, Memory, Order};
 use castor_kernels::ops::{Attention, Classify, Into, Linear, State, Update};
-use castor_kernels::{DType, Error, Mark, Operators, Result, Span, Stream, Tier, View, rng};
+use castor_kernels::{Among, DType, Error, Mark, Operators, Result, Span, Stream, Tier, View, rng};
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::path::Path;
@@ -224,7 +224,7 @@ impl Collectives for Simulated {
         Ok(())
     }
 
-    fn all_reduce(&self, view: View) -> Result<()> {
+    fn all_reduce(&self, _: Among, view: View) -> Result<()> {
         self.issue(Stream::Collective, Command::Scatter(view.span, view.span));
         Ok(())
     }

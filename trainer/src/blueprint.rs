@@ -46,6 +46,8 @@ pub struct Options {
     pub formats: Formats,
     /// What is split over the ranks.
     pub sharding: Sharding,
+    /// Neighbouring ranks that it is split over, the others holding the same again; None: all.
+    pub shards: Option<u32>,
     /// What each block keeps for its backward.
     pub keep: Vec<Keep>,
     /// Whether attention is fused.
@@ -118,7 +120,8 @@ impl Blueprint {
             },
             backend,
         );
-        let layout = Layout::new(groups::specs(&shape), options.formats, options.sharding, world);
+        let shards = options.shards.map_or(world, u64::from);
+        let layout = Layout::replicated(groups::specs(&shape), options.formats, options.sharding, world, shards);
         let inputs =
             inputs::Layout::new(&shape, options.sequence, options.batch, options.micro_batches, groups.count(), world);
         Blueprint { options, model: Model { shape, groups, activations }, layout, inputs }
@@ -214,7 +217,11 @@ impl Blueprint {
         lookahead_bytes: Option<u64>,
     ) -> castor_runtime::Result<Plan> {
         let device = backend.device();
-        let profile = DryProfile { workspace_bytes: backend.workspace_bytes(), ..DryProfile::default() };
+        let profile = DryProfile {
+            workspace_bytes: backend.workspace_bytes(),
+            shards: self.options.shards,
+            ..DryProfile::default()
+        };
         let world = self.layout.world as u32;
         let rank = backend.rank().min(world - 1);
         let dry = || -> Arc<dyn Backend> { Arc::new(Dry::new(world, rank, profile.clone())) };

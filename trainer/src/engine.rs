@@ -422,10 +422,10 @@ impl Engine {
     pub fn read_gradient(&mut self, group: GroupId, loss_scale: f32) -> Result<Vec<f32>> {
         let chunk = group.chunk(Role::Gradient);
         let mut bytes = self.mgr.read_chunk(chunk)?;
-        let layout = self.mgr.layout();
-        if layout.world > 1 && layout.sharding.gradients {
-            bytes = self.ops.exchange(&bytes)?.concat();
+        if self.mgr.layout().shards > 1 && self.mgr.layout().sharding.gradients {
+            bytes = self.mgr.all_shards(bytes)?;
         }
+        let layout = self.mgr.layout();
         let mut values = widen(&bytes, layout.dtype(chunk));
         values.truncate(layout.group(group).used as usize);
         values.iter_mut().for_each(|value| *value /= loss_scale);

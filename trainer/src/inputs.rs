@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Result},
     model::{Shape, embedding::Ids},
 };
-use castor_kernels::{Backend, DType, Mark, Span, Stream, Tier, View, ops::IGNORED, ops::control};
+use castor_kernels::{Among, Backend, DType, Mark, Span, Stream, Tier, View, ops::IGNORED, ops::control};
 
 /// A micro-batch of this rank, as the data gives it: `rows` rows of S tokens.
 #[derive(Clone, Copy, Debug)]
@@ -236,7 +236,7 @@ impl Inputs {
             return Ok(());
         }
         ops.wait(Stream::Collective, ops.mark(Stream::Compute));
-        ops.all_reduce(view)?;
+        ops.all_reduce(Among::All, view)?;
         ops.wait(Stream::Compute, ops.mark(Stream::Collective));
         Ok(())
     }

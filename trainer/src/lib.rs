@@ -7,6 +7,7 @@
 
 pub mod account;
 pub mod activations;
+pub mod agreement;
 pub mod blueprint;
 pub mod checkpoint;
 pub mod cli;

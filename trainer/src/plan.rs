@@ -34,12 +34,17 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     let (config, notices) = settings.model_shape()?;
     // The plan is for one rank of many like it; only this one's hardware is looked at.
     let hardware = Hardware::open(settings, &World::alone())?;
-    let world = wanted.ranks.unwrap_or(World::from_env()?.world);
+    let environment = World::from_env()?;
+    let world = wanted.ranks.unwrap_or(environment.world);
+    // Ranks that are not here yet: as if of one host, unless the environment says more.
+    let local = if environment.world == world { environment.local_world } else { world };
+    let shards = session::shards(settings, world, local)?;
     let of = |settings: &Settings, config: ModelConfig| {
         let (micros, steps) = (settings.gradient_accumulation_steps, settings.max_steps.unwrap_or(1));
         let sequence = settings.max_length as u64;
         let mut options = session::options(settings, config, sequence, settings.batch_size, micros, steps);
         options.evaluates = !settings.output.eval_data.is_empty() || settings.output.eval_fraction > 0.0;
+        options.shards = shards;
         session::plan(settings, options, &hardware, world)
     };
     let mut config = config;
@@ -64,8 +69,13 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     for notice in settings.notices.iter().chain(&notices).chain(&hardware.notices) {
         eprintln!("castor: {notice}");
     }
-    let chunks = counted(blueprint.layout().chunk_ids().count() as u64, "chunks");
-    println!("{parameters} parameters on {}, {chunks}", counted(world.into(), "ranks"));
+    let layout = blueprint.layout();
+    let groups = match layout.world == layout.shards {
+        true => String::new(),
+        false => format!(" ({} groups of {})", layout.world / layout.shards, layout.shards),
+    };
+    let chunks = counted(layout.chunk_ids().count() as u64, "chunks");
+    println!("{parameters} parameters on {}{groups}, {chunks}", counted(world.into(), "ranks"));
     if let Some(refusal) = found {
         let memory = plan.budgets.device + plan.budgets.host;
         let density = parameters as f64 * f64::from(world) / 1e9 / (memory as f64 * f64::from(world) / 1e11);
@@ -167,6 +177,7 @@ fn as_value(
     json!({
         "parameters": parameters,
         "world": layout.world,
+        "shards": layout.shards,
         "policy": plan.policy,
         "padding": layout.waste(),
         "model_bytes_per_rank": layout.model_bytes(),

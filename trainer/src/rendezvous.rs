@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// How long ranks wait for each other unless `CASTOR_TIMEOUT` says otherwise.
+/// How long ranks wait for each other at a time unless `CASTOR_TIMEOUT` or `castor train --timeout` says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Slurm's step numbers from here on are reserved for steps that no `srun` of the user started.

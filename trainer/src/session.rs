@@ -4,6 +4,7 @@
 //! the settings or the machine have not decided, except what `auto` asks it to.
 
 use crate::activations::{Keep, LOGITS_BYTES};
+use crate::agreement;
 use crate::blueprint::{self, Blueprint, Options};
 use crate::config::ModelConfig;
 use crate::engine::Engine;
@@ -17,7 +18,7 @@ use crate::plugin::Placement;
 use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
 use crate::settings::{
-    BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, StateFormat,
+    BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, ShardSize, StateFormat,
 };
 use crate::source::TensorSource;
 use crate::weights::{self, RandomWeights};
@@ -35,7 +36,7 @@ use std::sync::Arc;
 pub struct Hardware {
     /// The backend.
     pub backend: Arc<dyn Backend>,
-    /// Bytes per tier.
+    /// Bytes per tier, of which every rank has as many.
     pub budgets: Budgets,
     /// What it does per second, the same numbers on all ranks.
     pub rates: Rates,
@@ -54,25 +55,9 @@ impl Hardware {
         let cache = RateCache::path().as_deref().map(RateCache::read).unwrap_or_default();
         let known = Rates::known(&backend.device(), settings.memory.nvme.as_deref(), &cache);
         let known = if backend.device().backend == "cpu" { known.within(&settings.backend.emulated) } else { known };
-        let rates = agreed(&*backend, known)?;
+        let (rates, budgets) = agreement::common(&*backend, known, budgets)?;
         Ok(Hardware { backend, budgets, rates, notices })
     }
-}
-
-/// The rates of rank 0, whatever the other ranks' caches hold: all ranks must come to the same plan (L7).
-fn agreed(backend: &dyn Backend, rates: Rates) -> Result<Rates> {
-    if backend.world() == 1 {
-        return Ok(rates);
-    }
-    let unreadable = |error: serde_json::Error| {
-        Error::Kernels(castor_kernels::Error::Peer {
-            rank: 0,
-            reason: format!("sent no rates ({error}): are all ranks running the same version of castor?"),
-        })
-    };
-    let message = serde_json::to_vec(&rates).map_err(unreadable)?;
-    let rates = backend.exchange(&message)?;
-    serde_json::from_slice(&rates[0]).map_err(unreadable)
 }
 
 /// The backend that `settings` ask for, as a rank of `world`, and what to tell the user.
@@ -85,7 +70,18 @@ pub fn backend(settings: &Settings, world: &World) -> Result<(Arc<dyn Backend>, 
         1 => None,
         ranks => {
             let master = world.meeting_address()?;
-            Some(Link::rendezvous(world.rank, ranks, master, world.timeout, LinkOptions::default())?)
+            let deadline = settings.backend.timeout.unwrap_or(world.timeout);
+            // Ranks of other hosts may be started much later, or not at all: nobody shall wonder what is waited for.
+            if world.local_rank == 0 && world.local_world < world.world {
+                eprintln!(
+                    "castor: rank {} of {ranks} waits for the others at {}, at most {} s",
+                    world.rank,
+                    world.master,
+                    deadline.as_secs()
+                );
+            }
+            let options = LinkOptions { deadline, shards: shards(settings, ranks, world.local_world)? };
+            Some(Link::rendezvous(world.rank, ranks, master, deadline, options)?)
         }
     };
     let backend: Arc<dyn Backend> = match (settings.backend.kind, castor_kernels::cuda::device_count()) {
@@ -186,7 +182,26 @@ pub fn policy(settings: &Settings) -> Box<dyn PlacementPolicy> {
     }
 }
 
-/// What the run computes with, all but the recompute levels, which [`plan`] decides.
+/// How many neighbouring ones of `world` ranks, of which a host has `local`, data is split over; None: all.
+///
+/// # Errors
+/// [`Error::Usage`] if the ranks are not whole groups.
+pub fn shards(settings: &Settings, world: u32, local: u32) -> Result<Option<u32>> {
+    let wanted = match settings.memory.shard_size {
+        ShardSize::All => return Ok(None),
+        ShardSize::Host => local,
+        ShardSize::Ranks(ranks) => ranks,
+    };
+    if !world.is_multiple_of(wanted) {
+        return Err(Error::Usage(format!(
+            "--shard_size {wanted}: {world} ranks are not whole groups of {wanted}; give a number that divides {world}"
+        )));
+    }
+    Ok((wanted < world).then_some(wanted))
+}
+
+/// What the run computes with, all but the recompute levels, which [`plan`] decides, and the number of
+/// [`shards`].
 pub fn options(
     settings: &Settings,
     config: ModelConfig,
@@ -225,6 +240,7 @@ pub fn options(
         micro_batches: micros,
         round: micros,
         formats: blueprint::formats(parameter, gradient, moments),
+        shards: None,
         sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
         fused_attention: settings.memory.flash_attention,
@@ -310,7 +326,8 @@ pub fn plan(
 /// summed over the head's part and then the embedding's, which rounds would interleave (L6): there all go together.
 fn rounds(options: &Options, world: u32) -> Vec<u64> {
     let all = options.micro_batches;
-    if options.config.tie_word_embeddings || (world > 1 && options.sharding.gradients) {
+    let split = options.shards.unwrap_or(world) > 1 && options.sharding.gradients;
+    if options.config.tie_word_embeddings || split {
         return vec![all];
     }
     let mut rounds: Vec<u64> = [all, all.div_ceil(2), all.div_ceil(4), 1].into();
@@ -383,6 +400,7 @@ pub fn parity(
     let hardware = Hardware::open(settings, &world)?;
     let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
     options.evaluates = true;
+    options.shards = shards(settings, world.world, world.local_world)?;
     let (blueprint, plan, _) = plan(settings, options, &hardware, world.world)?;
     let mut engine = engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
     let said = load(settings, &mut engine)?;
@@ -398,32 +416,5 @@ pub fn parity(
             Err(Error::Failed(format!("{name} is off by {error:.2e}, more than --tolerance {tolerance:.0e}")))
         }
         _ => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use castor_kernels::Collectives;
-
-    #[test]
-    fn all_ranks_reckon_with_the_same_rates() {
-        let links = Link::in_process(3, LinkOptions::default()).unwrap();
-        let rates = |rank: u32| Rates { products: 1e9 / 3.0 + f64::from(rank), ..Rates::assumed("cpu") };
-        let all: Vec<Rates> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = links
-                .into_iter()
-                .map(|link| {
-                    scope.spawn(move || {
-                        let cpu = Cpu::new(CpuOptions { link: Some(link), ..CpuOptions::default() }).unwrap();
-                        agreed(&cpu, rates(cpu.rank())).unwrap()
-                    })
-                })
-                .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        });
-        assert!(all.iter().all(|rates| *rates == all[0]), "{all:?}");
-        // Text does not keep the last bit.
-        assert!((all[0].products - rates(0).products).abs() < 0.5, "{all:?}");
     }
 }

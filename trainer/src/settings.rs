@@ -14,6 +14,7 @@ pub(crate) mod table;
 mod values;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 pub(crate) use values::boolean;
 pub use values::{Budget, Every, nearest};
@@ -208,6 +209,8 @@ pub struct LossScale {
 pub struct MemorySettings {
     /// Sharding and placement.
     pub plugin: Preset,
+    /// How many ranks data is split over.
+    pub shard_size: ShardSize,
     /// Device budget.
     pub device: Budget,
     /// Host budget of this rank.
@@ -228,6 +231,17 @@ pub struct MemorySettings {
     pub prefetch: Option<u64>,
     /// Updates that the memory collector records.
     pub warmup_steps: u64,
+}
+
+/// How many neighbouring ranks data is split over; the other groups of as many hold the same again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShardSize {
+    /// All.
+    All,
+    /// Those of a host.
+    Host,
+    /// This many.
+    Ranks(u32),
 }
 
 /// What of the activations is dropped in forward and computed again in backward.
@@ -284,6 +298,8 @@ pub struct BackendSettings {
     pub kind: BackendKind,
     /// Whether all sums have a fixed order.
     pub deterministic: bool,
+    /// How long ranks wait for each other at a time; None: as the environment says.
+    pub timeout: Option<Duration>,
     /// CPU backend: emulated link rates in GB/s (10⁹ bytes); None: as fast as it goes.
     pub emulated: EmulatedLinks,
 }

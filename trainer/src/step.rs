@@ -455,7 +455,11 @@ impl<'a> Step<'a> {
         if let Some(group) = self.unsquared.take() {
             let lease = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
             let slot = self.inputs.slots().part(u64::from(group.0), 1);
-            self.ops.square_sum(lease.norm_part(), slot);
+            match lease.norm_part() {
+                Some(part) => self.ops.square_sum(part, slot),
+                // The last sum over the ranks is still in it.
+                None => self.ops.zero(slot),
+            }
             self.mgr.release(lease)?;
         }
         Ok(())

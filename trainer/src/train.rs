@@ -7,6 +7,7 @@ use crate::engine::{Engine, Outcome, StepInputs, StepResult};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Evaluation, Found};
 use crate::inputs::MicroBatch;
+use crate::launcher;
 use crate::rendezvous::World;
 use crate::report::log::{self, EvaluationRecord, RunLog};
 use crate::report::metrics::{self, Header, TrainMetrics};
@@ -15,11 +16,11 @@ use crate::report::{self, PAGE, html};
 use crate::session::{self, Hardware};
 use crate::settings::Settings;
 use crate::source::Rows;
-use crate::{account, step_rows::StepRows};
+use crate::{account, agreement, step_rows::StepRows};
 use castor_kernels::Tier;
 use castor_runtime::Pass;
 use serde_json::json;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -66,6 +67,7 @@ pub fn main(settings: &Settings) -> Result<()> {
     let mut options =
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = evaluation.is_some();
+    options.shards = session::shards(settings, world.world, world.local_world)?;
     let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world.world)?;
     if speaks {
         eprintln!("castor: estimated {estimate}; rates {}", hardware.rates.origin(settings.memory.nvme.is_some()));
@@ -75,6 +77,14 @@ pub fn main(settings: &Settings) -> Result<()> {
         blueprint.options(),
         checkpoint::Data { rows: training.end, rows_per_step: sampler.rows_per_step(), order: settings.order },
     );
+    let cadence = (steps, &settings.output.save, &settings.output.eval, settings.output.save_model);
+    agreement::same(
+        &*hardware.backend,
+        &[
+            ("flags or data", format!("{facts:?} {:?} {cadence:?}", blueprint.options())),
+            ("plans", format!("{:?}", plan.placement)),
+        ],
+    )?;
     let (from, said) = checkpoint::find(&settings.output.resume, &settings.output.dir, &facts, &*hardware.backend)?;
     notices.extend(said);
     let mut engine = session::engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
@@ -85,7 +95,11 @@ pub fn main(settings: &Settings) -> Result<()> {
     let begun = from.map(|checkpoint| checkpoint.progress().step);
     let stop = Arc::new(AtomicBool::new(false));
     let signal = Arc::new(std::sync::atomic::AtomicUsize::new(0));
-    for kind in [SIGTERM, SIGINT] {
+    for kind in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
+        // `nohup` and schedulers that warn beforehand (USR1) mean what they say.
+        if kind == SIGHUP && launcher::is_ignored(kind) {
+            continue;
+        }
         let register = || {
             signal_hook::flag::register(kind, Arc::clone(&stop))?;
             signal_hook::flag::register_usize(kind, Arc::clone(&signal), kind as usize)

@@ -418,6 +418,26 @@ fn two_ranks_in_tiny_memory() {
     assert!(err.contains("nvme read"), "something is on the disk: {err}");
 }
 
+/// Two groups of two ranks are four ranks in all that is said and lost; numbers that do not divide are refused.
+#[test]
+fn groups_of_ranks_that_hold_the_same() {
+    let folder = Folder::new();
+    let loss = |flags: &str| {
+        folder.accepts(&format!("run --nproc_per_node 4 {TRAIN} --plugin zero3 --save_steps 3 {flags}"));
+        let results = std::fs::read(folder.path("out/train_results.json")).unwrap();
+        let results: serde_json::Value = serde_json::from_slice(&results).unwrap();
+        results["train_loss"].as_f64().unwrap()
+    };
+    let (split, pairs) = (loss(""), loss("--shard_size 2"));
+    assert!((split - pairs).abs() < 1e-6 * split, "{split} {pairs}");
+    let files = |name: &str| folder.path(&format!("out/checkpoint-3/{name}")).exists();
+    assert!(files("rank-1.bin") && !files("rank-2.bin"), "one replica writes");
+    folder.refuses(&format!("plan {} --ranks 4 --shard_size 3", &TRAIN[6..]), 2, &["--shard_size 3", "4 ranks"]);
+    folder.refuses(&format!("{TRAIN} --plugin ddp --shard_size 2"), 2, &["--shard_size is 2", "ddp splits nothing"]);
+    let (out, _) = folder.accepts(&format!("plan {} --ranks 4 --shard_size 2", &TRAIN[6..]));
+    assert!(out.contains("4 ranks (2 groups of 2)"), "{out}");
+}
+
 #[test]
 fn two_ranks_that_do_not_fit() {
     let folder = Folder::new();

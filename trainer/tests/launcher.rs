@@ -251,6 +251,19 @@ fn ranks_that_ignore_term_are_killed_with_all_they_started() {
     gone(&scene.pids(2));
 }
 
+/// The time between TERM and KILL is the user's: a rank that needs a while to save gets it, or not.
+#[test]
+fn the_grace_is_as_long_as_asked() {
+    for (grace, saves) in [("60", true), ("0", false)] {
+        let scene = Scene::new(
+            "if [ $RANK = 0 ]; then while [ ! -s \"$SCENE/pid.1\" ]; do sleep 0.01; done; exit 3; fi\n\
+             trap 'sleep 1; touch \"$SCENE/saved\"; exit 143' TERM\necho $$ > \"$SCENE/pid.1\"; while :; do sleep 0.02; done",
+        );
+        scene.run(&["--nproc_per_node", "2", "--grace", grace, "train"]).expect(3, &["rank 0"]);
+        assert_eq!(scene.path("saved").exists(), saves, "--grace {grace}");
+    }
+}
+
 #[test]
 fn arguments_reach_every_rank_as_given() {
     let given = [
@@ -350,7 +363,8 @@ fn hosts_that_cannot_take_part_are_all_named_and_nothing_starts() {
 
 #[test]
 fn this_machine_by_any_of_its_names_needs_no_ssh() {
-    for name in ["127.0.0.1", "localhost", "::1"] {
+    let own = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap().trim().to_owned();
+    for name in ["127.0.0.1", "localhost", "::1", &own] {
         let scene = Scene::new("exit 0");
         scene.run(&["--host", name, "train"]).expect(0, &[]);
         assert!(!scene.path("ssh.log").exists());

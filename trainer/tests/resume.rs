@@ -1,11 +1,16 @@
 //! The binary killed, stopped, out of disk and resumed: its losses are those of a run that nobody disturbed.
 
+#[path = "support/processes.rs"]
+mod processes;
+
 use castor_kernels::rng;
 use castor_trainer::report::log::RunLog;
+use processes::{is_alive, ranks_of};
+use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A model and a text in `folder`.
 fn prepare(folder: &Path) {
@@ -23,9 +28,14 @@ fn prepare(folder: &Path) {
 
 /// `castor train` in `folder`, whose output is `run`.
 fn castor(folder: &Path, run: &str, more: &str) -> Command {
+    launched(folder, "", run, more)
+}
+
+/// As [`castor`], behind a launcher's words.
+fn launched(folder: &Path, launcher: &str, run: &str, more: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_castor"));
     let arguments = format!(
-        "train --config config.json --data text.txt --max_length 32 --batch_size 2 --backend cpu --bf16 --lr 1e-3 \
+        "{launcher} train --config config.json --data text.txt --max_length 32 --batch_size 2 --backend cpu --bf16 --lr 1e-3 \
          --optimizer_states 8bit --device_memory 16MiB --host_memory 16MiB --max_steps 40 --output_dir {run} {more}"
     );
     // The rates that a user has measured are no part of a test.
@@ -73,6 +83,7 @@ fn killed_at_any_point_and_resumed_it_is_the_same_run() {
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
     succeeds(&mut castor(folder.path(), "whole", "--max_steps 150"));
     let run = || castor(folder.path(), "killed", "--max_steps 150 --save_steps 1 --save_total_limit 2 --resume latest");
+    let mut inside_of_a_save = 0;
     for attempt in 0..50 {
         let before = checkpoints(&killed);
         let mut run = run().stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -83,7 +94,9 @@ fn killed_at_any_point_and_resumed_it_is_the_same_run() {
         std::thread::sleep(Duration::from_millis(30).mul_f32(rng::uniform(9, attempt, 0)));
         run.kill().unwrap();
         run.wait().unwrap();
+        inside_of_a_save += u32::from(checkpoints(&killed).iter().any(|name| name.ends_with(".tmp")));
     }
+    assert!(inside_of_a_save > 0, "no kill was inside of a save");
     succeeds(&mut run());
     let expected = losses(&whole);
     assert_eq!(expected.len(), 150);
@@ -91,6 +104,55 @@ fn killed_at_any_point_and_resumed_it_is_the_same_run() {
     let weights = |run: &Path| fs::read(run.join("model/model.safetensors")).unwrap();
     assert!(weights(&killed) == weights(&whole));
     assert_eq!(checkpoints(&killed), ["checkpoint-149", "checkpoint-150"], "nothing unfinished is left");
+}
+
+fn wait_for_end(ranks: &[Pid]) {
+    let begun = Instant::now();
+    while ranks.iter().any(|rank| is_alive(*rank)) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "a killed rank's peers are still there");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A supervised run of two ranks, of which one or the launcher itself is killed again and again, is the run that
+/// nobody killed; what is killed takes nothing else along and leaves nothing behind.
+#[test]
+fn two_ranks_killed_and_restarted_are_the_same_run() {
+    let folder = tempfile::tempdir().unwrap();
+    prepare(folder.path());
+    let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
+    let steps = "--max_steps 60 --plugin zero3";
+    succeeds(&mut launched(folder.path(), "run --nproc_per_node 2", "whole", steps));
+    let words = format!("{steps} --save_steps 1 --save_total_limit 2 --resume latest");
+    let run = || launched(folder.path(), "run --nproc_per_node 2 --max_restarts 100", "killed", &words);
+    let start = || run().stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut launcher = start();
+    for attempt in 0..20 {
+        let before = checkpoints(&killed);
+        let mut ranks = Vec::new();
+        while checkpoints(&killed) == before || ranks.len() < 2 {
+            assert!(launcher.try_wait().unwrap().is_none(), "attempt {attempt}: the run is over");
+            std::thread::sleep(Duration::from_millis(1));
+            ranks = ranks_of(launcher.id());
+        }
+        std::thread::sleep(Duration::from_millis(40).mul_f32(rng::uniform(10, attempt, 0)));
+        if attempt % 4 == 3 {
+            launcher.kill().unwrap();
+            launcher.wait().unwrap();
+            // The ranks are killed by the kernel; a second run beside them would write the same files.
+            wait_for_end(&ranks);
+            launcher = start();
+        } else {
+            // It may have been killed because of the other just now.
+            let _ = kill_process(ranks[attempt as usize % 2], Signal::KILL);
+        }
+        wait_for_end(&ranks);
+    }
+    assert!(launcher.wait().unwrap().success());
+    let expected = losses(&whole);
+    assert_eq!(expected.len(), 60);
+    assert!(losses(&killed) == expected);
+    assert_eq!(checkpoints(&killed), ["checkpoint-59", "checkpoint-60"], "nothing unfinished is left");
 }
 
 #[test]

@@ -8,7 +8,7 @@
 use super::arena::Arena;
 use crate::block_io::BlockFile;
 use crate::link::Link;
-use crate::{DType, Error, Mark, Result, Span, Stream, Tier, View, route};
+use crate::{Among, DType, Error, Mark, Result, Span, Stream, Tier, View, route};
 use crossbeam::channel::Receiver;
 use parking_lot::{Condvar, Mutex};
 use std::sync::OnceLock;
@@ -38,7 +38,7 @@ pub(crate) enum Command {
     /// Full, shard.
     ReduceScatter(View, View),
     /// In place.
-    AllReduce(View),
+    AllReduce(Among, View),
 }
 
 /// How far a stream is.
@@ -221,9 +221,9 @@ impl Shared {
                     None => self.copy_memory(own, shard.span, pace),
                 }
             }
-            Command::AllReduce(view) => {
+            Command::AllReduce(among, view) => {
                 if let Some(link) = &self.link {
-                    link.all_reduce(view.dtype, self.bytes_mut(view.span))?;
+                    link.all_reduce(among, view.dtype, self.bytes_mut(view.span))?;
                 }
             }
             Command::Wait(_) | Command::Mark(_) => {}
@@ -232,8 +232,8 @@ impl Shared {
     }
 
     fn own_part(&self, shard: View, full: View) -> Span {
-        let (rank, world) = self.link.as_ref().map_or((0, 1), |link| (link.rank(), link.world()));
-        route::own_part(shard, full, rank, world)
+        let (own, shards) = self.link.as_ref().map_or((0, 1), |link| (link.rank() % link.shards(), link.shards()));
+        route::own_part(shard, full, own, shards)
     }
 
     /// The life of an engine: until the queue's other end is dropped and everything in it is done.

@@ -12,7 +12,9 @@ pub mod truth;
 
 use crate::block_io::{BlockFile, BlockOptions, Rung};
 use crate::link::Link;
-use crate::{Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier, View, route};
+use crate::{
+    Among, Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier, View, route,
+};
 use arena::Arena;
 use crossbeam::channel::Sender;
 use engine::{Command, Pace, Shared};
@@ -329,7 +331,7 @@ impl Cpu {
     /// Checks a shard against the whole, and both against their arenas.
     #[track_caller]
     fn check_shard(&self, shard: View, full: View) {
-        route::own_part(shard, full, self.rank(), self.world());
+        route::own_part(shard, full, self.shard(), self.shards());
         self.shared.address(shard.span);
         self.shared.address(full.span);
     }
@@ -342,6 +344,10 @@ impl Collectives for Cpu {
 
     fn rank(&self) -> u32 {
         self.shared.link.as_ref().map_or(0, Link::rank)
+    }
+
+    fn shards(&self) -> u32 {
+        self.shared.link.as_ref().map_or(1, Link::shards)
     }
 
     fn all_gather(&self, shard: View, full: View) -> Result<()> {
@@ -357,10 +363,10 @@ impl Collectives for Cpu {
         Ok(())
     }
 
-    fn all_reduce(&self, view: View) -> Result<()> {
+    fn all_reduce(&self, among: Among, view: View) -> Result<()> {
         self.shared.address(view.span);
         assert!(engine::sums_in(view.dtype), "no sums in {:?}", view.dtype);
-        self.issue(Stream::Collective, Command::AllReduce(view));
+        self.issue(Stream::Collective, Command::AllReduce(among, view));
         Ok(())
     }
 

@@ -237,7 +237,7 @@ fn collectives_run_on_spans_of_the_arenas() {
                 upload(&[0.0; 6]);
                 cpu.all_gather(apart, full).expect("issued");
                 assert_eq!(floats(full.span), [3.0, 33.0, 63.0, 93.0, 123.0, 153.0]);
-                cpu.all_reduce(apart).expect("issued");
+                cpu.all_reduce(Among::All, apart).expect("issued");
                 assert_eq!(floats(apart.span), [189.0, 279.0]);
                 assert_eq!(cpu.exchange(&[rank as u8]).expect("exchange"), [[0], [1], [2]]);
             });
@@ -247,10 +247,11 @@ fn collectives_run_on_spans_of_the_arenas() {
 
 #[test]
 fn a_dead_peer_surfaces_at_the_join() {
-    let mut links = Link::in_process(2, LinkOptions { deadline: Duration::from_secs(60) }).expect("sockets");
+    let mut links = Link::in_process(2, LinkOptions { deadline: Duration::from_secs(60), ..LinkOptions::default() })
+        .expect("sockets");
     drop(links.pop());
     let cpu = cpu(CpuOptions { link: links.pop(), ..CpuOptions::default() });
-    cpu.all_reduce(Span::new(OnDevice, 0, 64).view(DType::F32)).expect("issued");
+    cpu.all_reduce(Among::All, Span::new(OnDevice, 0, 64).view(DType::F32)).expect("issued");
     let error = cpu.join(cpu.mark(Stream::Collective)).expect_err("rank 1 is gone");
     assert!(matches!(error, Error::Peer { rank: 1, .. }), "{error}");
 }
@@ -263,7 +264,7 @@ fn one_rank_gathers_and_reduces_by_copying() {
     cpu.upload(view(0).span, &data).expect("upload");
     cpu.all_gather(view(0), view(64)).expect("issued");
     cpu.reduce_scatter(view(64), view(128)).expect("issued");
-    cpu.all_reduce(view(128)).expect("issued");
+    cpu.all_reduce(Among::All, view(128)).expect("issued");
     assert!(downloaded(&cpu, view(128).span) == data);
     assert_eq!(cpu.exchange(b"alone").expect("exchange"), [b"alone"]);
 }

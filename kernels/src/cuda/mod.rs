@@ -26,12 +26,13 @@ mod nvme;
 pub mod nvrtc;
 mod operators;
 pub mod programs;
+mod watch;
 
 pub use loader::{Found, LIBRARIES_VARIABLE, Usable, device_count, survey};
 
 use crate::block_io::BlockOptions;
 use crate::link::Link;
-use crate::{Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier, View};
+use crate::{Among, Backend, Collectives, DType, Device, Error, Mark, Memory, Order, Result, Span, Stream, Tier, View};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUstream};
 use driver::{DeviceArena, Failures, HostArena, SharedPage, check, refusal};
@@ -43,6 +44,7 @@ use parking_lot::Mutex;
 use rayon::prelude::*;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
+use watch::Watch;
 
 /// Bytes of host memory that one thread copies at a time.
 const COPIED_AT_ONCE: usize = 1 << 20;
@@ -337,20 +339,21 @@ impl Order for Cuda {
 
     fn join(&self, mark: Mark) -> Result<()> {
         self.marks.bind()?;
-        match &self.nccl {
-            None => {
-                self.failures.keep(self.marks.join(mark));
-            }
+        match (&self.nccl, &self.link) {
             // A peer that is gone leaves the stream hanging: look instead of blocking in the driver.
-            Some(nccl) => {
+            (Some(nccl), Some(link)) => {
+                let mut watch = Watch::new(link, nccl, &self.marks);
                 let mut looks = 0u32;
                 while self.failures.check().is_ok() && self.failures.keep(self.marks.reached(mark)) == Some(false) {
                     looks = looks.wrapping_add(1);
                     if looks.is_multiple_of(1024) {
-                        self.failures.keep(nccl.failure());
+                        self.failures.keep(watch.look());
                     }
                     std::thread::yield_now();
                 }
+            }
+            _ => {
+                self.failures.keep(self.marks.join(mark));
             }
         }
         self.failures.check()
@@ -444,16 +447,29 @@ impl Cuda {
 
     /// This rank's part of a full view.
     fn own_part(&self, full: View) -> View {
-        let bytes = full.span.bytes / u64::from(self.world());
-        View { span: full.span.part(bytes * u64::from(self.rank()), bytes), dtype: full.dtype }
+        let bytes = full.span.bytes / u64::from(self.shards());
+        View { span: full.span.part(bytes * u64::from(self.shard()), bytes), dtype: full.dtype }
     }
 
     fn check_shard(&self, full: View, shard: View) {
         assert!(
-            full.dtype == shard.dtype && full.span.bytes == shard.span.bytes * u64::from(self.world()),
+            full.dtype == shard.dtype && full.span.bytes == shard.span.bytes * u64::from(self.shards()),
             "{shard:?} is not one of {} equal parts of {full:?}",
-            self.world()
+            self.shards()
         );
+    }
+
+    /// A collective among the ranks that together hold all shards; if that is this rank alone, a copy.
+    fn among_shards(
+        &self,
+        source: Span,
+        target: Span,
+        work: impl FnOnce(&nccl::Nccl, CUstream) -> Result<bool>,
+    ) -> Result<()> {
+        self.collective(|stream| {
+            let done = self.nccl.as_ref().map_or(Ok(false), |nccl| work(nccl, stream))?;
+            if done || source == target { Ok(()) } else { self.copy_on(Stream::Collective, source, target) }
+        })
     }
 }
 
@@ -466,13 +482,13 @@ impl Collectives for Cuda {
         self.link.as_ref().map_or(0, Link::rank)
     }
 
+    fn shards(&self) -> u32 {
+        self.link.as_ref().map_or(1, Link::shards)
+    }
+
     fn all_gather(&self, shard: View, full: View) -> Result<()> {
         self.check_shard(full, shard);
-        match &self.nccl {
-            Some(nccl) => self.collective(|s| nccl.all_gather(s, self.ptr(shard), self.ptr(full))),
-            None if shard.span == full.span => Ok(()),
-            None => self.collective(|_| self.copy_on(Stream::Collective, shard.span, full.span)),
-        }
+        self.among_shards(shard.span, full.span, |nccl, s| nccl.all_gather(s, self.ptr(shard), self.ptr(full)))
     }
 
     fn reduce_scatter(&self, full: View, shard: View) -> Result<()> {
@@ -481,16 +497,12 @@ impl Collectives for Cuda {
             !shard.span.overlaps(full.span) || shard.span == self.own_part(full).span,
             "{shard:?} overlaps {full:?} but is not this rank's part"
         );
-        match &self.nccl {
-            Some(nccl) => self.collective(|s| nccl.reduce_scatter(s, self.ptr(full), self.ptr(shard))),
-            None if shard.span == full.span => Ok(()),
-            None => self.collective(|_| self.copy_on(Stream::Collective, full.span, shard.span)),
-        }
+        self.among_shards(full.span, shard.span, |nccl, s| nccl.reduce_scatter(s, self.ptr(full), self.ptr(shard)))
     }
 
-    fn all_reduce(&self, view: View) -> Result<()> {
+    fn all_reduce(&self, among: Among, view: View) -> Result<()> {
         match &self.nccl {
-            Some(nccl) => self.collective(|s| nccl.all_reduce(s, self.ptr(view))),
+            Some(nccl) => self.collective(|s| nccl.all_reduce(among, s, self.ptr(view))),
             None => Ok(()),
         }
     }

@@ -1,7 +1,8 @@
 //! Sums and gathers across GPUs through NCCL, on the collective stream.
 //!
 //! Bound here and not through generated bindings: those do not find `libnccl.so.2` where PyTorch installs it,
-//! and return C enums as Rust enums. One communicator per rank, made over the ranks' [`Link`].
+//! and return C enums as Rust enums. Communicators are made over the ranks' [`Link`]: one of all ranks, and where data
+//! is split over a part of them one of that part and one of the ranks that hold the same shard.
 //!
 //! NCCL adds in its own order, which is fixed for a given machine and world: results repeat, but with more
 //! than two ranks they can differ in the last bits from the CPU backend's rank order.
@@ -9,7 +10,7 @@
 use super::Ptr;
 use super::loader::nccl_function;
 use crate::link::Link;
-use crate::{DType, Error, Result};
+use crate::{Among, DType, Error, Result};
 use cudarc::driver::sys::CUstream;
 use std::ffi::{CStr, c_char, c_int, c_void};
 
@@ -40,10 +41,13 @@ const BYTES: c_int = 1;
 /// `ncclInProgress`
 const IN_PROGRESS: c_int = 7;
 
-/// One rank's communicator.
+/// One rank's communicators.
 pub(crate) struct Nccl {
     library: Library,
-    comm: Comm,
+    /// The first is of all ranks, the others of the ranks among which it is not the same.
+    comms: Vec<Comm>,
+    /// In the order of [`Among`]: which communicator; none among oneself alone.
+    of: [Option<usize>; 3],
     rank: u32,
 }
 
@@ -70,30 +74,48 @@ impl Nccl {
                 all_reduce: nccl_function("ncclAllReduce")?,
             }
         };
-        let mut nccl = Nccl { library, comm: std::ptr::null_mut(), rank: link.rank() };
+        let mut nccl = Nccl { library, comms: Vec::new(), of: [None; 3], rank: link.rank() };
+        for among in [Among::All, Among::Shards, Among::Replicas] {
+            let ranks = link.ranks_among(among);
+            nccl.of[among as usize] = match ranks.len() as u32 {
+                1 => None,
+                all if all == link.world() && !nccl.comms.is_empty() => Some(0),
+                _ => Some(nccl.join(link, ranks)?),
+            };
+        }
+        Ok(nccl)
+    }
+
+    /// Makes a communicator of these ranks, of which this rank is one. All ranks of the link make one at a time, each
+    /// with its own. Returns its place.
+    fn join(&mut self, link: &Link, ranks: &[u32]) -> Result<usize> {
+        let first = ranks[0];
         let mut id = UniqueId([0; 128]);
         let mut made = Ok(());
-        if link.rank() == 0 {
+        if link.rank() == first {
             // SAFETY: writes one id.
-            made = nccl.check("ncclGetUniqueId", unsafe { (nccl.library.unique_id)(&mut id) });
+            made = self.check("ncclGetUniqueId", unsafe { (self.library.unique_id)(&mut id) });
         }
         // Exchanged even after a failure, so that the others do not wait for it.
-        let told = link.exchange(if link.rank() == 0 && made.is_ok() { &id.0 } else { &[] })?;
+        let told = link.exchange(if link.rank() == first && made.is_ok() { &id.0 } else { &[] })?;
         made?;
-        let id = told.first().and_then(|bytes| <[u8; 128]>::try_from(bytes.as_slice()).ok());
+        let id = told.get(first as usize).and_then(|bytes| <[u8; 128]>::try_from(bytes.as_slice()).ok());
         let Some(id) = id else {
-            return Err(Error::Peer { rank: 0, reason: "it could not start NCCL; see its own message".into() });
+            return Err(Error::Peer { rank: first, reason: "it could not start NCCL; see its own message".into() });
         };
+        let place = ranks.iter().take_while(|&&rank| rank != link.rank()).count();
+        let mut comm: Comm = std::ptr::null_mut();
         // SAFETY: writes one communicator; the context of this rank's device is current.
-        let status = unsafe {
-            (nccl.library.init_rank)(&mut nccl.comm, link.world() as c_int, UniqueId(id), link.rank() as c_int)
-        };
-        if status != 0 {
-            // What a failed call left in the handle is not ours to destroy.
-            nccl.comm = std::ptr::null_mut();
-        }
-        nccl.check("ncclCommInitRank", status)?;
-        Ok(nccl)
+        let status = unsafe { (self.library.init_rank)(&mut comm, ranks.len() as c_int, UniqueId(id), place as c_int) };
+        // What a failed call left in the handle is not ours to destroy.
+        self.check("ncclCommInitRank", status)?;
+        self.comms.push(comm);
+        Ok(self.comms.len() - 1)
+    }
+
+    /// The communicator of these ranks; none if they are this one alone.
+    fn comm(&self, among: Among) -> Option<Comm> {
+        self.of[among as usize].map(|place| self.comms[place])
     }
 
     fn check(&self, call: &str, status: c_int) -> Result<()> {
@@ -107,9 +129,11 @@ impl Nccl {
             // SAFETY: NCCL returns static, NUL-terminated text.
             unsafe { CStr::from_ptr(pointer) }.to_string_lossy().replace('\n', " ")
         };
-        // SAFETY: both take any value; the communicator may be null.
-        let (name, last) =
-            unsafe { (text((self.library.error_string)(status)), text((self.library.last_error)(self.comm))) };
+        // SAFETY: both take any value; the text is that of the last failure whatever the communicator, which may be
+        // null.
+        let (name, last) = unsafe {
+            (text((self.library.error_string)(status)), text((self.library.last_error)(std::ptr::null_mut())))
+        };
         Err(Error::Device {
             call: call.to_owned(),
             reason: format!(
@@ -122,50 +146,53 @@ impl Nccl {
 
     /// A failure noticed by NCCL's own threads, such as a peer that is gone.
     pub(crate) fn failure(&self) -> Result<()> {
-        let mut state = 0;
-        // SAFETY: a live communicator; writes one int.
-        let status = unsafe { (self.library.async_error)(self.comm, &mut state) };
-        self.check("ncclCommGetAsyncError", status)?;
-        if state == IN_PROGRESS { Ok(()) } else { self.check("a collective", state) }
+        for &comm in &self.comms {
+            let mut state = 0;
+            // SAFETY: a live communicator; writes one int.
+            let status = unsafe { (self.library.async_error)(comm, &mut state) };
+            self.check("ncclCommGetAsyncError", status)?;
+            if state != IN_PROGRESS {
+                self.check("a collective", state)?;
+            }
+        }
+        Ok(())
     }
 
-    /// `full` becomes the shards in rank order.
-    pub(crate) fn all_gather(&self, stream: CUstream, shard: Ptr, full: Ptr) -> Result<()> {
+    /// `full` becomes all shards in order. False: this rank holds the only one.
+    pub(crate) fn all_gather(&self, stream: CUstream, shard: Ptr, full: Ptr) -> Result<bool> {
+        let Some(comm) = self.comm(Among::Shards) else { return Ok(false) };
         // Bytes are bytes: any type can be gathered.
         let count = shard.dtype.bytes(shard.elements) as usize;
         // SAFETY: device memory checked against its arena; sizes checked by the caller.
-        let status = unsafe {
-            (self.library.all_gather)(shard.address as _, full.address as _, count, BYTES, self.comm, stream)
-        };
-        self.check("ncclAllGather", status)
+        let status =
+            unsafe { (self.library.all_gather)(shard.address as _, full.address as _, count, BYTES, comm, stream) };
+        self.check("ncclAllGather", status).map(|()| true)
     }
 
-    /// `shard` becomes this rank's part of the sum.
-    pub(crate) fn reduce_scatter(&self, stream: CUstream, full: Ptr, shard: Ptr) -> Result<()> {
+    /// `shard` becomes this rank's part of the sum. False: this rank holds the only shard.
+    pub(crate) fn reduce_scatter(&self, stream: CUstream, full: Ptr, shard: Ptr) -> Result<bool> {
+        let Some(comm) = self.comm(Among::Shards) else { return Ok(false) };
         let (count, dtype) = (shard.elements as usize, data_type(shard.dtype)?);
         // SAFETY: as above.
         let status = unsafe {
-            (self.library.reduce_scatter)(full.address as _, shard.address as _, count, dtype, SUM, self.comm, stream)
+            (self.library.reduce_scatter)(full.address as _, shard.address as _, count, dtype, SUM, comm, stream)
         };
-        self.check("ncclReduceScatter", status)
+        self.check("ncclReduceScatter", status).map(|()| true)
     }
 
     /// `view` becomes the sum.
-    pub(crate) fn all_reduce(&self, stream: CUstream, view: Ptr) -> Result<()> {
+    pub(crate) fn all_reduce(&self, among: Among, stream: CUstream, view: Ptr) -> Result<()> {
+        let Some(comm) = self.comm(among) else { return Ok(()) };
         let (count, dtype) = (view.elements as usize, data_type(view.dtype)?);
         // SAFETY: as above; in place is allowed.
-        let status = unsafe {
-            (self.library.all_reduce)(view.address as _, view.address as _, count, dtype, SUM, self.comm, stream)
-        };
+        let status =
+            unsafe { (self.library.all_reduce)(view.address as _, view.address as _, count, dtype, SUM, comm, stream) };
         self.check("ncclAllReduce", status)
     }
-}
 
-impl Nccl {
-    /// Ends the communicator without waiting for anyone, after a failure.
+    /// Ends the communicators without waiting for anyone, after a failure.
     pub(crate) fn abort(&mut self) {
-        let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
-        if !comm.is_null() {
+        for comm in self.comms.drain(..) {
             // SAFETY: a live communicator, ended once.
             unsafe { (self.library.abort)(comm) };
         }
@@ -174,13 +201,12 @@ impl Nccl {
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        if self.comm.is_null() {
-            return;
-        }
         // A communicator that failed would wait for its peers for ever if it were destroyed politely.
         let end = if self.failure().is_err() { self.library.abort } else { self.library.destroy };
-        // SAFETY: a live communicator, ended once.
-        unsafe { end(self.comm) };
+        for &comm in &self.comms {
+            // SAFETY: a live communicator, ended once.
+            unsafe { end(comm) };
+        }
     }
 }
 

@@ -14,10 +14,12 @@ pub(super) enum Kind {
     Gather,
     ReduceScatter,
     AllReduce,
+    RollCall,
 }
 
 impl Kind {
-    const ALL: [Kind; 5] = [Kind::Lengths, Kind::Messages, Kind::Gather, Kind::ReduceScatter, Kind::AllReduce];
+    const ALL: [Kind; 6] =
+        [Kind::Lengths, Kind::Messages, Kind::Gather, Kind::ReduceScatter, Kind::AllReduce, Kind::RollCall];
 
     const fn name(self) -> &'static str {
         match self {
@@ -25,6 +27,7 @@ impl Kind {
             Kind::Gather => "all-gather",
             Kind::ReduceScatter => "reduce-scatter",
             Kind::AllReduce => "all-reduce",
+            Kind::RollCall => "roll call",
         }
     }
 }
@@ -42,8 +45,8 @@ pub(super) enum Trouble {
 
 /// Where messages go.
 pub(super) trait Inbox {
-    /// Memory for the message of `rank`, exactly as long as it.
-    fn part(&mut self, rank: usize) -> &mut [u8];
+    /// Memory for the message of the member at `place`, exactly as long as it.
+    fn part(&mut self, place: usize) -> &mut [u8];
 }
 
 /// Kind, number of the call on this plane, bytes that follow: each 8 bytes, least significant first.
@@ -71,56 +74,61 @@ impl Plane {
         Plane { calls: 0, peers: vec![start; world as usize], polls: Vec::with_capacity(world as usize) }
     }
 
-    /// Sends `outbox(peer)` to every peer and fills `inbox` with what they send.
+    /// Sends `outbox(place)` to every other member and fills `inbox` with what they send. Every rank makes every
+    /// call, with the members that it is one of: so calls are numbered alike whoever takes part.
     pub(super) fn swap<'a>(
         &mut self,
         sockets: &Connections,
+        members: &[u32],
         kind: Kind,
         outbox: impl Fn(usize) -> &'a [u8],
         inbox: &mut impl Inbox,
         until: Instant,
     ) -> Result<(), Trouble> {
         self.calls += 1;
-        for (peer, progress) in self.peers.iter_mut().enumerate() {
-            progress.out_header = header(kind, self.calls, outbox(peer).len());
+        for (place, &peer) in members.iter().enumerate() {
+            let progress = &mut self.peers[peer as usize];
+            progress.out_header = header(kind, self.calls, outbox(place).len());
             (progress.sent, progress.received) = (0, 0);
         }
+        let others = || {
+            let others = members.iter().enumerate();
+            others.filter_map(|(place, &peer)| Some((place, peer, sockets[peer as usize].as_ref()?)))
+        };
         loop {
             self.polls.clear();
-            let mut first = None;
-            for (peer, socket) in sockets.iter().enumerate() {
-                let Some(socket) = socket else { continue };
-                let progress = &self.peers[peer];
-                let sending = progress.sent < HEADER + outbox(peer).len();
-                let receiving = progress.received < HEADER + inbox.part(peer).len();
+            let (mut silent, mut slow) = (None, None);
+            for (place, peer, socket) in others() {
+                let progress = &self.peers[peer as usize];
+                let sending = progress.sent < HEADER + outbox(place).len();
+                let receiving = progress.received < HEADER + inbox.part(place).len();
                 if sending || receiving {
                     let events = (if sending { libc::POLLOUT } else { 0 }) | (if receiving { libc::POLLIN } else { 0 });
                     self.polls.push(libc::pollfd { fd: socket.raw(), events, revents: 0 });
-                    // Who has not sent is to blame before who has not taken.
-                    first = if receiving { Some(first.unwrap_or(peer)) } else { first };
+                    let first = if receiving { &mut silent } else { &mut slow };
+                    first.get_or_insert(peer);
                 }
             }
-            if self.polls.is_empty() {
-                return Ok(());
-            }
+            // Who has not sent is to blame before who has not taken.
+            let Some(first) = silent.or(slow) else { return Ok(()) };
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let taking = || sockets.iter().position(|s| s.as_ref().is_some_and(|s| s.raw() == self.polls[0].fd));
-                return Err(Trouble::Late(first.or_else(taking).unwrap_or(0) as u32));
+                return Err(Trouble::Late(first));
             }
             wait(&mut self.polls, left);
             let mut polls = self.polls.iter();
             let mut next = polls.next();
-            for (peer, socket) in sockets.iter().enumerate() {
-                let (Some(socket), Some(poll)) = (socket, next) else { continue };
+            for (place, peer, socket) in others() {
+                let Some(poll) = next else { break };
                 if poll.fd != socket.raw() {
                     continue;
                 }
                 next = polls.next();
                 if poll.revents != 0 {
+                    let progress = &mut self.peers[peer as usize];
                     // Receiving first: what a peer sent before it closed still counts.
-                    self.peers[peer].receive(socket, peer as u32, kind, self.calls, inbox.part(peer))?;
-                    self.peers[peer].send(socket, peer as u32, outbox(peer))?;
+                    progress.receive(socket, peer, kind, self.calls, inbox.part(place))?;
+                    progress.send(socket, peer, outbox(place))?;
                 }
             }
         }
@@ -199,6 +207,15 @@ fn wait(polls: &mut [libc::pollfd], left: Duration) {
     if unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, milliseconds) } < 0 {
         polls.iter_mut().for_each(|poll| poll.revents = 0);
     }
+}
+
+/// A peer whose connection has closed or carries a last word, after at most `patience`.
+pub(super) fn departed(sockets: &Connections, patience: Duration) -> Option<u32> {
+    let poll = |socket: &Socket| libc::pollfd { fd: socket.raw(), events: libc::POLLIN, revents: 0 };
+    let mut polls: Vec<libc::pollfd> = sockets.iter().flatten().map(poll).collect();
+    wait(&mut polls, patience);
+    let closed = polls.iter().find(|poll| poll.revents != 0)?.fd;
+    sockets.iter().position(|socket| socket.as_ref().is_some_and(|s| s.raw() == closed)).map(|peer| peer as u32)
 }
 
 /// Tells every peer that `culprit` is why this rank stops.

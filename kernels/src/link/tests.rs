@@ -69,7 +69,7 @@ fn collectives_equal_serial_sums_bit_for_bit() {
                 let mine = link.rank() as usize * bytes..(link.rank() as usize + 1) * bytes;
 
                 let mut all = own.clone();
-                link.all_reduce(dtype, &mut all).expect("all-reduce");
+                link.all_reduce(Among::All, dtype, &mut all).expect("all-reduce");
                 assert!(all == expected, "{dtype:?} of {world}: all-reduce");
 
                 let (mut full, mut out) = (own.clone(), vec![0; bytes]);
@@ -87,6 +87,62 @@ fn collectives_equal_serial_sums_bit_for_bit() {
     }
 }
 
+/// Six ranks that hold two, three or all shards: each collective is that of its ranks alone.
+#[test]
+fn collectives_run_among_the_ranks_that_they_concern() {
+    const SHARD: usize = 1037;
+    for shards in [1, 2, 3, 6] {
+        let options = LinkOptions { shards: Some(shards), ..LinkOptions::default() };
+        let count = SHARD * shards as usize;
+        ranks(Link::in_process(6, options).expect("sockets"), |link| {
+            let sum_of = |members: &[u32], count: usize| -> Vec<u8> {
+                let sum =
+                    |index: usize| members[1..].iter().fold(value(members[0], index), |sum, &m| sum + value(m, index));
+                (0..count).flat_map(|index| sum(index).to_le_bytes()).collect()
+            };
+            let own = bytes_of(DType::F32, link.rank(), count);
+            for among in [Among::All, Among::Shards, Among::Replicas] {
+                let mut all = own.clone();
+                link.all_reduce(among, DType::F32, &mut all).expect("all-reduce");
+                assert!(all == sum_of(link.ranks_among(among), count), "{shards} shards, among {among:?}");
+            }
+            let (first, place) = (link.rank() / shards * shards, (link.rank() % shards) as usize);
+            assert_eq!(link.ranks_among(Among::Shards), (first..first + shards).collect::<Vec<_>>());
+            let expected = sum_of(link.ranks_among(Among::Shards), count);
+            let mut full = own.clone();
+            link.reduce_scatter(DType::F32, &mut full, None).expect("reduce-scatter");
+            let mine = place * SHARD * 4..(place + 1) * SHARD * 4;
+            assert!(full[mine.clone()] == expected[mine], "{shards} shards: reduce-scatter");
+            link.all_gather(&mut full).expect("all-gather");
+            assert!(full == expected, "{shards} shards: all-gather");
+        });
+    }
+}
+
+/// For work beside the link: who has ended is seen at once, who is silent is named by a roll call.
+#[test]
+fn the_departed_and_the_silent_are_found_without_a_call_of_theirs() {
+    let mut links = in_process(3);
+    assert_eq!(links[0].departed(Duration::ZERO), None);
+    links.iter().for_each(|link| assert!(link.ranks_among(Among::Shards) == [0, 1, 2]));
+    drop(links.remove(1));
+    assert_eq!(links[0].departed(Duration::from_secs(60)), Some(1));
+    assert!(matches!(links[0].blame(1), Error::Peer { rank: 1, .. }));
+    // Rank 2 learns of it from the last word of rank 0, or from rank 1's own end.
+    let gone = links[1].departed(Duration::from_secs(60)).expect("two are");
+    assert!(matches!(links[1].blame(gone), Error::Peer { rank: 1, .. }));
+
+    let mut links = in_process(3);
+    // The lowest silent rank is blamed, however late the others start.
+    let silent = links.remove(0);
+    ranks(links, |link| {
+        let error = link.roll_call(Duration::from_millis(50)).expect_err("rank 0 is silent");
+        assert!(matches!(error, Error::Peer { rank: 0, .. }), "{error}");
+    });
+    drop(silent);
+    ranks(in_process(3), |link| link.roll_call(Duration::from_secs(60)).expect("all are there"));
+}
+
 #[test]
 fn exchanges_run_beside_collectives() {
     ranks(in_process(3), |link| {
@@ -94,7 +150,7 @@ fn exchanges_run_beside_collectives() {
             scope.spawn(|| {
                 for _ in 0..20 {
                     let mut full = bytes_of(DType::F32, link.rank(), 3000);
-                    link.all_reduce(DType::F32, &mut full).expect("all-reduce");
+                    link.all_reduce(Among::All, DType::F32, &mut full).expect("all-reduce");
                     assert!(full == serial_sum(DType::F32, 3, 3000));
                 }
             });
@@ -118,7 +174,7 @@ fn a_dead_peer_is_named_by_every_survivor() {
                 return None;
             }
             let mut values = vec![0; 4 << 20];
-            let error = link.all_reduce(DType::F32, &mut values).expect_err("one is gone");
+            let error = link.all_reduce(Among::All, DType::F32, &mut values).expect_err("one is gone");
             // It is kept, on both planes.
             let again = link.exchange(b"anyone?").expect_err("still gone");
             assert_eq!(error.to_string(), again.to_string());
@@ -133,7 +189,7 @@ fn a_dead_peer_is_named_by_every_survivor() {
 
 #[test]
 fn a_silent_peer_is_named_after_the_deadline() {
-    let options = LinkOptions { deadline: Duration::from_millis(50) };
+    let options = LinkOptions { deadline: Duration::from_millis(50), ..LinkOptions::default() };
     let mut links = Link::in_process(3, options).expect("sockets");
     // Rank 0 is alive and says nothing. (The lowest missing rank is blamed, however late the others start.)
     let silent = links.remove(0);
@@ -149,9 +205,13 @@ fn a_silent_peer_is_named_after_the_deadline() {
 fn ranks_that_make_different_calls_find_out() {
     let errors = ranks(in_process(2), |link| {
         let mut values = vec![0; 8];
-        if link.rank() == 0 { link.all_gather(&mut values) } else { link.all_reduce(DType::F32, &mut values) }
-            .expect_err("the calls differ")
-            .to_string()
+        if link.rank() == 0 {
+            link.all_gather(&mut values)
+        } else {
+            link.all_reduce(Among::All, DType::F32, &mut values)
+        }
+        .expect_err("the calls differ")
+        .to_string()
     });
     assert!(errors.iter().any(|e| e.contains("all-gather") && e.contains("all-reduce")), "{errors:?}");
 }
@@ -160,7 +220,7 @@ fn ranks_that_make_different_calls_find_out() {
 fn an_abandoned_link_wakes_its_own_waiting_thread() {
     let links = in_process(2);
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| links[0].all_reduce(DType::F32, &mut [0; 4]));
+        let waiting = scope.spawn(|| links[0].all_reduce(Among::All, DType::F32, &mut [0; 4]));
         links[0].abandon();
         assert!(waiting.join().expect("no panic").is_err());
     });
@@ -180,7 +240,7 @@ fn ranks_meet_over_tcp() {
                     let link = Link::rendezvous(rank, world, master, timeout, LinkOptions::default()).expect("meet");
                     assert!(link.exchange(&all[rank as usize]).expect("exchange") == *all);
                     let mut values = bytes_of(DType::F32, rank, 777);
-                    link.all_reduce(DType::F32, &mut values).expect("all-reduce");
+                    link.all_reduce(Among::All, DType::F32, &mut values).expect("all-reduce");
                     assert!(values == serial_sum(DType::F32, world, 777));
                 });
             }
@@ -207,6 +267,26 @@ fn missing_ranks_are_named_to_all_that_came() {
         let Error::Peer { rank, reason } = &error else { panic!("{error}") };
         assert_eq!(*rank, 1, "{error}");
         assert!(reason.contains("1, 3 did not come"), "{error}");
+    }
+}
+
+/// Launchers of several hosts that were given the same number, or other numbers of ranks.
+#[test]
+fn ranks_that_are_not_one_world_find_out_at_the_rendezvous() {
+    for (guests, words) in [([(1, 3), (1, 3)], "two processes"), ([(1, 2), (2, 3)], "one of 2 ranks; rank 0 expects 3")]
+    {
+        let master = free_address();
+        let meet = move |(rank, world): (u32, u32)| {
+            let timeout = Duration::from_secs(60);
+            Link::rendezvous(rank, world, master, timeout, LinkOptions::default()).err().expect("no world")
+        };
+        let host = std::thread::scope(|scope| {
+            let host = scope.spawn(move || meet((0, 3)));
+            // The guests are told, or find nobody there any more: neither is waited for a minute.
+            guests.into_iter().for_each(|guest| drop(std::thread::spawn(move || meet(guest))));
+            host.join().expect("no panic")
+        });
+        assert!(matches!(host, Error::Peer { rank: 1, .. }) && host.to_string().contains(words), "{host}");
     }
 }
 

@@ -3,7 +3,7 @@
 use super::Case;
 use super::rig::{HOST_BYTES, Rig};
 use castor_kernels::cuda::{Cuda, CudaOptions};
-use castor_kernels::{Backend, Collectives, DType, Memory, Operators, Order, Span, Stream, Tier, rng};
+use castor_kernels::{Among, Backend, Collectives, DType, Memory, Operators, Order, Span, Stream, Tier, rng};
 
 pub const CASES: &[Case] = &[
     ("copies_keep_order", copies_keep_order),
@@ -120,7 +120,7 @@ fn one_rank_collectives() {
     same(source.span, target.span);
     let target = rig.poisoned(DType::Bf16, 1000);
     cuda.reduce_scatter(source, target).unwrap();
-    cuda.all_reduce(target).unwrap();
+    cuda.all_reduce(Among::All, target).unwrap();
     same(source.span, target.span);
     assert_eq!(cuda.exchange(b"alone").unwrap(), [b"alone".to_vec()]);
 }

@@ -100,13 +100,23 @@ impl StatefulTensorMgr {
             out.copy_from_slice(&values[..out.len()]);
             return Ok(());
         }
-        debug_assert_eq!(begin, count * u64::from(self.backend.rank()));
+        debug_assert_eq!(begin, count * u64::from(self.backend.shard()));
         let own: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let all = self.backend.exchange(&own)?.concat();
+        let all = self.all_shards(own)?;
         for (out, bytes) in out.iter_mut().zip(all.chunks_exact(4)) {
             *out = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         }
         Ok(())
+    }
+
+    /// The shards of all ranks in order, from this rank's. Control plane: every rank must call it.
+    ///
+    /// # Errors
+    /// If a peer is gone.
+    pub fn all_shards(&self, own: Vec<u8>) -> Result<Vec<u8>> {
+        // Ranks beyond the first replica hold the same again.
+        let own = if u64::from(self.backend.rank()) < self.layout.shards { own } else { Vec::new() };
+        Ok(self.backend.exchange(&own)?.concat())
     }
 
     /// The raw bytes of what this rank stores of a chunk.

@@ -24,7 +24,7 @@ use crate::region::Region;
 use crate::schedule::{Access, Part, Pass, Schedule, ScheduledTick, Use, in_place};
 use crate::transfer::{Traffic, Transfer};
 use crate::units::{ChunkId, GroupId, Tick};
-use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
+use castor_kernels::{Among, Backend, DType, Span, Stream, Tier, View};
 use std::sync::Arc;
 
 /// The right to use a chunk until it is given to [`StatefulTensorMgr::release`].
@@ -37,6 +37,8 @@ pub struct Lease {
     first: u64,
     elements: u64,
     own: (u64, u64),
+    /// Whether this rank's shard counts in the global norm.
+    squares: bool,
 }
 
 impl Lease {
@@ -60,9 +62,10 @@ impl Lease {
         self.view.part(place.offset, place.elements)
     }
 
-    /// The part whose squares this rank adds to the global norm: each element belongs to one rank.
-    pub const fn norm_part(&self) -> View {
-        self.view.part(self.own.0 - self.first, self.own.1)
+    /// The part whose squares this rank adds to the global norm: each element belongs to one rank. None where a rank
+    /// with the same shard adds it.
+    pub fn norm_part(&self) -> Option<View> {
+        self.squares.then(|| self.view.part(self.own.0 - self.first, self.own.1))
     }
 }
 
@@ -112,7 +115,12 @@ impl StatefulTensorMgr {
     /// # Errors
     /// If a tier cannot give what the plan needs.
     pub fn new(backend: Arc<dyn Backend>, layout: Layout, plan: Plan) -> Result<StatefulTensorMgr> {
-        assert_eq!(u64::from(backend.world()), layout.world, "layout and backend disagree on the number of ranks");
+        let ranks = (u64::from(backend.world()), u64::from(backend.shards()));
+        assert_eq!(
+            ranks,
+            (layout.world, layout.shards),
+            "layout and backend disagree on the numbers of ranks and shards"
+        );
         let mut ledger = Ledger::default();
         let mut ends = [0u64; 3];
         let mut carve = |tier: Tier, category: Category, bytes: u64| {
@@ -377,7 +385,8 @@ impl StatefulTensorMgr {
             self.backend.zero(view.part(used, elements - used));
         }
         self.note_regions();
-        Ok(Lease { chunk, access, view, first, elements, own: self.own_range(chunk) })
+        let squares = u64::from(self.backend.rank()) < self.layout.shards;
+        Ok(Lease { chunk, access, view, first, elements, own: self.own_range(chunk), squares })
     }
 
     /// Takes a lease back: written bytes go home, a gradient is reduced over the ranks.
@@ -401,7 +410,7 @@ impl StatefulTensorMgr {
                     (source, written) = self.reduce(chunk, view, source, written)?
                 }
                 Access::UpdateShard
-                    if self.layout.world > 1 && !self.sharded(chunk) && self.layout.sharding.optimizer =>
+                    if self.layout.shards > 1 && !self.sharded(chunk) && self.layout.sharding.optimizer =>
                 {
                     let full = source.view(view.dtype);
                     written = self.transfer.gather(view, full, written)?;
@@ -459,13 +468,13 @@ impl StatefulTensorMgr {
     }
 
     fn sharded(&self, chunk: ChunkId) -> bool {
-        self.layout.world > 1 && self.layout.sharding.splits(chunk.role())
+        self.layout.shards > 1 && self.layout.sharding.splits(chunk.role())
     }
 
     /// This rank's part of a group: first element and count.
     fn own_range(&self, chunk: ChunkId) -> (u64, u64) {
         let shard = self.layout.shard_elements(chunk.group());
-        (shard * u64::from(self.backend.rank()), shard)
+        (shard * u64::from(self.backend.shard()), shard)
     }
 
     /// The elements that an access covers: first within the group, and count.
@@ -573,15 +582,28 @@ impl StatefulTensorMgr {
         if self.layout.world == 1 {
             return Ok((place, computed));
         }
+        // First among shards, then among replicas, whatever is split: the same sums round the same (L6).
         if !self.sharded(chunk) {
-            return Ok((place, self.transfer.all_reduce(view, computed)?));
+            let mut done = computed;
+            if self.layout.shards > 1 {
+                done = self.transfer.all_reduce(Among::Shards, view, done)?;
+            }
+            return Ok((place, self.sum_replicas(view, done)?));
         }
         let (first, count) = self.own_range(chunk);
         let home = self.chunk(chunk).home;
         let target = if home.tier == Tier::Device { home.view(view.dtype) } else { view.part(first, count) };
         let fence = computed.and(self.chunk(chunk).home_used);
         let done = self.transfer.reduce_scatter(view, target, fence)?;
-        Ok((target.span, done))
+        Ok((target.span, self.sum_replicas(target, done)?))
+    }
+
+    /// Sums what the ranks with this rank's shard hold.
+    fn sum_replicas(&mut self, view: View, after: Fence) -> Result<Fence> {
+        match self.layout.world == self.layout.shards {
+            true => Ok(after),
+            false => self.transfer.all_reduce(Among::Replicas, view, after),
+        }
     }
 
     /// Writes `source` on the device back to the chunk's home on another tier.

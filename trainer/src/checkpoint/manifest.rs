@@ -27,7 +27,7 @@ pub(super) struct Manifest {
     version: u32,
     /// Version of castor that wrote it.
     castor: String,
-    /// Ranks that wrote it.
+    /// Ranks that wrote it: one for each shard.
     pub world: u64,
     /// How far the run was.
     pub progress: Progress,

@@ -11,7 +11,7 @@
 //! The folder is made as `checkpoint-STEP.tmp` and renamed when all of it is on disk, so a folder with the final
 //! name is whole, and a crash at any byte leaves the checkpoints before as they were. Each element is written once,
 //! by the rank whose shard it would be with everything sharded, whatever the plugin shards: the files depend on the
-//! number of ranks alone, and a run of any number reads the element ranges that it stores ([`Checkpoint::restore`]).
+//! number of shards alone (of ranks with the same shard the first writes), and a run of any number reads the element ranges that it stores ([`Checkpoint::restore`]).
 //!
 //! What random numbers and rows come next follows from seed and step, so no generator is saved.
 

@@ -1,7 +1,7 @@
-//! `rank-R.bin`: rank R's shard of every chunk, one after the other, each as its elements are stored.
+//! `rank-R.bin`: shard R of every chunk, one after the other, each as its elements are stored.
 //!
 //! All ranks' files are laid out alike: groups in order, and of each group parameter, master, first and second
-//! moment, as far as the formats have them; a shard is 1 ⁄ world of the padded group. Nothing lies between. Owns
+//! moment, as far as the formats have them; a shard is 1 ⁄ shards of the padded group. Nothing lies between. Owns
 //! that layout, and the bytes' way between it and chunks.
 
 use crate::error::{Error, Result};
@@ -61,18 +61,18 @@ fn ranges(dtype: DType, held: u64, first: u64, taken: u64) -> impl Iterator<Item
     std::iter::once(elements).chain(scales)
 }
 
-/// Writes rank `rank`'s file to `path`, chunk by chunk, and waits until it is on disk.
+/// Writes the file of shard `own` to `path`, chunk by chunk, and waits until it is on disk.
 ///
 /// # Errors
 /// If a tier or the file system refuses; with path, offset and bytes.
-pub(super) fn write(path: &Path, manager: &mut StatefulTensorMgr, rank: u64) -> Result<Digest> {
+pub(super) fn write(path: &Path, manager: &mut StatefulTensorMgr, own: u64) -> Result<Digest> {
     let mut file = Written::create(path)?;
     let chunks: Vec<ChunkId> = chunks(manager.layout()).collect();
     for chunk in chunks {
         let (begin, held) = manager.stored_range(chunk);
         let shard = manager.layout().shard_elements(chunk.group());
         let bytes = manager.read_chunk(chunk)?;
-        for range in ranges(manager.dtype(chunk), held, shard * rank - begin, shard) {
+        for range in ranges(manager.dtype(chunk), held, shard * own - begin, shard) {
             file.write(&bytes[range])?;
         }
     }
@@ -177,7 +177,7 @@ impl RankFiles {
             let file = File::open(&path).map_err(|error| refused(&path, "open", 0, 0, &error))?;
             Ok((path, file))
         };
-        let files = (0..layout.world).map(open).collect::<Result<_>>()?;
+        let files = (0..layout.shards).map(open).collect::<Result<_>>()?;
         let mut offsets = vec![0; layout.groups.len() * Role::ALL.len()];
         let mut next = 0;
         for chunk in chunks(&layout) {
@@ -196,7 +196,7 @@ impl RankFiles {
         let dtype = self.layout.dtype(chunk);
         assert_eq!(out.len() as u64, dtype.bytes(count), "{chunk:?}: wrong number of bytes");
         let shard = self.layout.shard_elements(chunk.group());
-        let end = (first + count).min(shard * self.layout.world);
+        let end = (first + count).min(shard * self.layout.shards);
         if end < first + count {
             out.fill(0);
         }

@@ -65,7 +65,7 @@ impl Checkpoint {
         self.manifest.progress
     }
 
-    /// Number of ranks that wrote it.
+    /// Number of ranks that wrote it: one for each shard.
     pub const fn world(&self) -> u64 {
         self.manifest.world
     }
@@ -171,7 +171,7 @@ pub fn find(
         notices.extend(later(run_dir, checkpoint.progress().step)?);
     }
     notices.push(format!("going on after step {} from {}", checkpoint.progress().step, checkpoint.folder.display()));
-    let (then, now) = (checkpoint.world(), backend.world());
+    let (then, now) = (checkpoint.world(), backend.shards());
     if then != u64::from(now) {
         let then = counted(then, "ranks");
         notices.push(format!("it was written by {then} and is read by {now}: sums round otherwise from here on"));

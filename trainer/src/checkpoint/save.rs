@@ -101,14 +101,17 @@ pub fn save(run_dir: &Path, facts: &Facts, limit: Option<u64>, engine: &mut Engi
     let step = engine.progress().step;
     let unfinished = folder::unfinished(run_dir, step);
     agree(&*backend, if rank == 0 { begin(run_dir, &unfinished) } else { Ok(()) })?;
-    let digest = rank_file::write(&unfinished.join(rank_file::name(rank)), engine.manager(), rank);
-    let saved =
-        share(&*backend, digest.map(|digest| format!("{} {:016x}", digest.bytes, digest.xxh3))).and_then(|digests| {
-            match rank {
-                0 => agree(&*backend, complete(run_dir, &unfinished, facts, engine, &digests)),
-                _ => agree(&*backend, Ok(())),
-            }
-        });
+    // Ranks beyond the first of each shard hold the same again.
+    let shards = backend.shards() as usize;
+    let written = match rank < shards as u64 {
+        true => rank_file::write(&unfinished.join(rank_file::name(rank)), engine.manager(), rank)
+            .map(|digest| format!("{} {:016x}", digest.bytes, digest.xxh3)),
+        false => Ok(String::new()),
+    };
+    let saved = share(&*backend, written).and_then(|digests| match rank {
+        0 => agree(&*backend, complete(run_dir, &unfinished, facts, engine, &digests[..shards])),
+        _ => agree(&*backend, Ok(())),
+    });
     if let Err(error) = saved {
         if rank == 0 {
             // The first error is the one to report; what cannot be removed now goes at the next save.
@@ -184,7 +187,7 @@ fn prune(run_dir: &Path, new: u64, limit: Option<u64>) -> Vec<String> {
 /// [`Error::Usage`] with both numbers, why nothing can be written, or that the final model would replace the first.
 pub fn prepare(settings: &Settings, layout: &Layout) -> Result<()> {
     let (output, run_dir) = (&settings.output, &settings.output.dir);
-    let checkpoint = if output.save == Every::Never { 0 } else { rank_file::bytes(layout) * layout.world };
+    let checkpoint = if output.save == Every::Never { 0 } else { rank_file::bytes(layout) * layout.shards };
     let bytes = checkpoint + if output.save_model { model::bytes(layout) } else { 0 };
     let refuse = |reason: String| Error::Usage(format!("--output_dir {}: {reason}", run_dir.display()));
     let same = || Some(settings.model.as_ref()?.canonicalize().ok()? == folder::of_model(run_dir).canonicalize().ok()?);

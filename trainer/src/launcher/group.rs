@@ -168,6 +168,8 @@ impl Running {
             self.tell(STOP);
         } else {
             self.pass_on(Signal::TERM.as_raw());
+            // One that was stopped (SIGSTOP) hears nothing until it goes on.
+            self.pass_on(Signal::CONT.as_raw());
         }
     }
 
@@ -200,7 +202,7 @@ fn code_of(status: ExitStatus) -> u8 {
 
 /// The signal on whose request a member ended in order, if so: `castor train` ends with 128 + signal then.
 fn interruption(status: ExitStatus, passed_on: Option<i32>) -> Option<i32> {
-    let by_request = [Signal::HUP, Signal::INT, Signal::TERM].map(Signal::as_raw);
+    let by_request = [Signal::HUP, Signal::INT, Signal::TERM, Signal::USR1].map(Signal::as_raw);
     match (status.code(), status.signal()) {
         (Some(code), _) => by_request.into_iter().find(|signal| 128 + signal == code),
         (None, signal) => signal.filter(|_| signal == passed_on),

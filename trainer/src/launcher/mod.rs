@@ -30,6 +30,7 @@ use options::{Options, Request};
 use output::{log_file, say};
 use remote::{Preflight, Ssh};
 use signals::Events;
+pub(crate) use signals::is_ignored;
 
 use crate::error::{Error, Result};
 

@@ -38,7 +38,7 @@ const FLAGS: &[Flag] = &[
     flag("log_dir", Some("DIR"), "output of every rank in files; rank 0's also here"),
     flag("tee", None, "with --log_dir: every rank's output also here"),
     flag("max_restarts", Some("N"), "restart all ranks after a failure, at most N times [0]"),
-    flag("timeout", Some("SECONDS"), "how long hosts and ranks wait for each other [300]"),
+    flag("timeout", Some("SECONDS"), "how long hosts and ranks wait for each other at a time [300]"),
     flag("grace", Some("SECONDS"), "after a failure, time between TERM and KILL [4]"),
     flag("help", None, "this text"),
     flag("supervised", None, ""),

@@ -54,14 +54,10 @@ pub(super) struct Events {
 impl Events {
     /// Catches signals and, if `supervised`, listens on standard input.
     pub(super) fn listen(supervised: bool) -> Result<Events> {
-        let ignored = ignored_signals();
         // `nohup` starts its program with HUP ignored: it must stay so.
-        let wanted = [SIGTERM, SIGINT, SIGHUP, SIGUSR1]
-            .into_iter()
-            .filter(|signal| ignored >> (signal - 1) & 1 == 0)
-            .chain([SIGCHLD]);
-        let mut signals =
-            Signals::new(wanted).map_err(|error| Error::Failed(format!("signals cannot be caught: {error}")))?;
+        let wanted = [SIGTERM, SIGINT, SIGHUP, SIGUSR1].into_iter().filter(|signal| !is_ignored(*signal));
+        let mut signals = Signals::new(wanted.chain([SIGCHLD]))
+            .map_err(|error| Error::Failed(format!("signals cannot be caught: {error}")))?;
         let handle = signals.handle();
         let (sender, receiver) = channel();
         if supervised {
@@ -106,15 +102,14 @@ fn listen_to_supervisor(sender: Sender<Event>) {
     });
 }
 
-/// Mask of the signals that this process was started with ignored; bit n−1 is signal n.
-fn ignored_signals() -> u64 {
-    std::fs::read_to_string("/proc/self/status")
-        .ok()
-        .and_then(|status| {
-            let line = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
-            u64::from_str_radix(line.trim(), 16).ok()
-        })
-        .unwrap_or(0)
+/// Whether this process was started with a signal ignored.
+pub(crate) fn is_ignored(signal: i32) -> bool {
+    let mask = std::fs::read_to_string("/proc/self/status").ok().and_then(|status| {
+        let line = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
+        u64::from_str_radix(line.trim(), 16).ok()
+    });
+    // Bit n−1 is signal n.
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 /// Short name of a signal, "9 (KILL)".

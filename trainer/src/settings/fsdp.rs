@@ -17,7 +17,7 @@ const SHARDINGS: &[(&str, &str)] = &[
     ("full_shard", "zero3"),
     ("shard_grad_op", "zero2"),
     ("no_shard", "ddp"),
-    // Over all ranks instead of one host's: the same sums, less memory.
+    // Over one host's ranks; hosts hold replicas.
     ("hybrid_shard", "zero3"),
     ("hybrid_shard_zero2", "zero2"),
 ];
@@ -73,10 +73,10 @@ pub(super) fn read(raw: &mut Raw, notices: &mut Vec<String>) -> Result<()> {
     if !file.unneeded.is_empty() {
         notices.push(format!("--fsdp_config {path}: accepted and not needed here: {}", file.unneeded.join(", ")));
     }
-    translate(&words, &file, raw, notices).map_err(|reason| Error::Usage(format!("--fsdp \"{words}\": {reason}")))
+    translate(&words, &file, raw).map_err(|reason| Error::Usage(format!("--fsdp \"{words}\": {reason}")))
 }
 
-fn translate(words: &str, file: &File, raw: &mut Raw, notices: &mut Vec<String>) -> Outcome<()> {
+fn translate(words: &str, file: &File, raw: &mut Raw) -> Outcome<()> {
     let (mut sharding, mut offload) = (None, file.offload);
     for word in words.split([' ', ',']).filter(|word| !word.is_empty()) {
         match word {
@@ -99,7 +99,7 @@ fn translate(words: &str, file: &File, raw: &mut Raw, notices: &mut Vec<String>)
         return Err("it names no sharding; add full_shard, shard_grad_op or no_shard".into());
     };
     if name.starts_with("hybrid") {
-        notices.push(format!("--fsdp {name}: shards are over all ranks, not one host's, which changes no result"));
+        raw.agree("shard_size", "host".into(), Origin::Fsdp)?;
     }
     if file.reshard == Some(plugin != "zero3") {
         return Err(format!(
@@ -211,8 +211,9 @@ mod tests {
             let (found, _, notices) = given(words, "").unwrap();
             assert_eq!((found.as_str(), notices.len()), (plugin, 0), "{words}");
         }
-        let (plugin, _, notices) = given("hybrid_shard auto_wrap", "").unwrap();
-        assert!(plugin == "zero3" && notices[0].contains("over all ranks"), "{notices:?}");
+        let mut raw = Raw::default();
+        translate("hybrid_shard auto_wrap", &File::default(), &mut raw).unwrap();
+        assert_eq!((raw.values("plugin").concat(), raw.values("shard_size").concat()), ("zero3".into(), "host".into()));
         refused("auto_wrap", "", "names no sharding");
         refused("no_shard offload", "", "offload needs full_shard");
         refused("full_shard shard_grad_op", "", "two shardings");

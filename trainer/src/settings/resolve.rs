@@ -1,13 +1,14 @@
 //! From text to [`Settings`]: one value at a time, each refusal one sentence with flag, value and range.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::raw::Raw;
 use super::values::{boolean, size};
 use super::{
     BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings, OptimizerKind,
     OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind, ScheduleSettings,
-    Settings, StateFormat, Warmup,
+    Settings, ShardSize, StateFormat, Warmup,
 };
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
@@ -224,8 +225,17 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
     if nvme.is_none() && !raw.is_default("nvme_capacity") {
         return Err(raw.refuse("nvme_capacity", "it needs --nvme with the folder to use"));
     }
+    let shard_size = raw.parse("shard_size", "a number of ranks from 1, host or all", |text| match text {
+        "all" => Some(ShardSize::All),
+        "host" => Some(ShardSize::Host),
+        number => number.parse().ok().filter(|ranks| *ranks > 0).map(ShardSize::Ranks),
+    })?;
+    if shard_size != ShardSize::All && !plugin.sharding.optimizer {
+        return Err(raw.refuse("shard_size", &format!("plugin {} splits nothing", plugin.name)));
+    }
     Ok(MemorySettings {
         plugin,
+        shard_size,
         device: budget("device_memory")?,
         host: budget("host_memory")?,
         nvme,
@@ -290,6 +300,9 @@ fn backend(raw: &Raw) -> Result<BackendSettings> {
             &[("auto", BackendKind::Auto), ("cuda", BackendKind::Cuda), ("cpu", BackendKind::Cpu)],
         )?,
         deterministic: switch(raw, "deterministic")?,
+        timeout: raw.optional("timeout", "a whole number of seconds, at least 1,", |text| {
+            text.parse::<u32>().ok().filter(|seconds| *seconds > 0).map(|seconds| Duration::from_secs(seconds.into()))
+        })?,
         emulated: EmulatedLinks {
             h2d: rate("emulated_h2d_gbps")?,
             d2h: rate("emulated_d2h_gbps")?,

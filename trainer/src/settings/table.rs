@@ -109,6 +109,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(PRECISION, "hysteresis", None, &[], Value, "2", "Overflows before it halves"),
 
     flag(MEMORY, "plugin", Some('p'), &[], Value, "gemini_cuda", "What is sharded and where it lives (see `castor plan`)"),
+    flag(MEMORY, "shard_size", None, &[], Value, "all", "Neighbouring ranks that data is split over, other groups hold the same: a number, host or all"),
     flag(MEMORY, "device_memory", None, &[], Value, "auto", "Device budget: 80GiB, 512MiB, 50%"),
     flag(MEMORY, "host_memory", None, &[], Value, "auto", "Host budget of this rank"),
     flag(MEMORY, "nvme", None, &["nvme_path"], Value, "", "Folder of the NVMe tier"),
@@ -139,6 +140,7 @@ pub(crate) const FLAGS: &[Flag] = &[
 
     flag(BACKEND, "backend", None, &[], Value, "auto", "auto, cuda or cpu"),
     flag(BACKEND, "deterministic", None, &["full_determinism"], Switch, "true", "Fixed order of all sums"),
+    flag(BACKEND, "timeout", None, &["ddp_timeout"], Value, "", "Seconds that ranks wait for each other at a time [that of `castor run`, else 300]"),
     flag(BACKEND, "emulated_h2d_gbps", None, &[], Value, "0", "CPU backend: host to device, GB/s; 0: as fast as it goes"),
     flag(BACKEND, "emulated_d2h_gbps", None, &[], Value, "0", "CPU backend: device to host, GB/s"),
     flag(BACKEND, "emulated_nvme_read_gbps", None, &[], Value, "0", "CPU backend: NVMe to host, GB/s"),

@@ -58,6 +58,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         round: micro_batches,
         formats: formats(DType::F32, DType::F32, DType::F32),
         sharding: Sharding { parameters: true, gradients: true, optimizer: true },
+        shards: None,
         keep: vec![Keep::All; config.num_hidden_layers as usize],
         fused_attention: true,
         deterministic: true,
@@ -132,8 +133,8 @@ pub fn engine_of_rank(
 }
 
 /// Runs `rank(number, link)` on as many threads as there are ranks; what each returned, in order.
-pub fn ranks<T: Send>(world: u32, rank: impl Fn(u32, Option<Link>) -> T + Sync) -> Vec<T> {
-    let links = Link::in_process(world, LinkOptions::default()).unwrap();
+pub fn ranks<T: Send>(world: u32, shards: Option<u32>, rank: impl Fn(u32, Option<Link>) -> T + Sync) -> Vec<T> {
+    let links = Link::in_process(world, LinkOptions { shards, ..LinkOptions::default() }).unwrap();
     let rank = &rank;
     std::thread::scope(|scope| {
         let threads: Vec<_> =
