@@ -56,8 +56,8 @@ fn every_form_of_a_parquet_column_gives_the_same_rows() {
     ] {
         let (texts, notices) = documents(&fixture(name), OnBadRecord::Skip).unwrap();
         assert_eq!(texts, ["first", "zwei\nZeilen", "čtyři", "first"], "{name}");
-        assert!(notices[0].contains("1 records were skipped") && notices[0].contains(":3: \"text\""), "{notices:?}");
-        assert!(notices[1].contains("1 empty documents"), "{notices:?}");
+        assert!(notices[0].contains("1 record was skipped") && notices[0].contains(":3: \"text\""), "{notices:?}");
+        assert!(notices[1].contains("1 empty document"), "{notices:?}");
     }
     let refused = |name: &str, column: &str| {
         let spec = DataSpec { text_field: column.into(), ..DataSpec::new(vec![fixture(name).display().to_string()]) };
