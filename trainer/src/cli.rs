@@ -279,7 +279,7 @@ fn sample(matches: &ArgMatches) -> Result<Command> {
     let settings = Box::new(Settings::resolve(&raw, Vec::new())?);
     let request = Request {
         model: required(matches, "from").into(),
-        tokenizer: raw.values("tokenizer").pop(),
+        tokenizer: value(matches, "tokenizer"),
         prompt: required(matches, "prompt"),
         max_new_tokens: whole("max_new_tokens")?,
         choice: Choice {

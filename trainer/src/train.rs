@@ -70,7 +70,8 @@ pub fn main(settings: &Settings) -> Result<()> {
     options.shards = session::shards(settings, world.world, world.local_world)?;
     let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world.world)?;
     if speaks {
-        eprintln!("castor: estimated {estimate}; rates {}", hardware.rates.origin(settings.memory.nvme.is_some()));
+        let rates = hardware.rates.origin(settings.memory.nvme.is_some());
+        notices.push(format!("estimated {estimate}; rates {rates}"));
         checkpoint::prepare(settings, blueprint.layout())?;
     }
     let facts = Facts::of(

@@ -179,7 +179,7 @@ fn colossalai() {
 fn the_same_in_other_spellings() {
     let folder = Folder::new();
     let flags = "--model-config-path=model.json --per-device-train-batch-size 8 --fp16 yes --gradient-checkpointing=1 \
-        --logging-steps 0.1 --save-steps 0.25 --eval-steps 0.5 --logging_nan_inf_filter False --report_to none \
+        --logging-steps 0.1 --save-steps 0.25 --eval-steps 0.5 --eval_fraction 0.1 --logging_nan_inf_filter False --report_to none \
         --dataloader_num_workers 4 --local_rank=3 --no-flash-attn --no_shuffle --evaluation_strategy steps \
         --label_smoothing_factor 0 --load_best_model_at_end False --data_seed 7 --save_strategy epoch";
     let launch = LAUNCHER.replace("nproc_per_node", "nproc-per-node");

@@ -25,12 +25,12 @@ const ZERO2: Sharding = Sharding { gradients: true, ..ZERO1 };
 const ZERO3: Sharding = Sharding { parameters: true, ..ZERO2 };
 
 /// Rows of a step, over all ranks: divisible by every world size tested.
-const ROWS: usize = 12;
+const ROWS: usize = 24;
 
 /// What a run leaves: its results and all weights.
 type Outcome = (Vec<StepResult>, Vec<f32>);
 
-/// Five steps of twelve rows, each rank taking its part of the rows.
+/// Five steps of two dozen rows, each rank taking its part of the rows.
 fn train(
     options: &Options,
     folder: &Path,
@@ -189,7 +189,7 @@ fn world_sizes_agree() {
         let mut options = adamw_options(&folder);
         options.sharding = ZERO3;
         let one = train(&options, &folder, &DevicePolicy, &plenty(), 1);
-        for world in [2, 3, 4] {
+        for world in [2, 3, 4, 6, 8] {
             let many = train(&options, &folder, &DevicePolicy, &plenty(), world);
             for (one, many) in one.0.iter().zip(&many.0) {
                 let what = format!("{case} on {world} ranks, step {}", one.step);
