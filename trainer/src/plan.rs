@@ -80,10 +80,10 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
         let memory = plan.budgets.device + plan.budgets.host;
         let density = parameters as f64 * f64::from(world) / 1e9 / (memory as f64 * f64::from(world) / 1e11);
         println!(
-            "largest of this shape: {} of {:.2} billion parameters, {density:.1} billion per 100 GB of device and host \
+            "largest of this shape: {}, {:.1} million parameters, {density:.1} billion per 100 GB of device and host \
              memory; one more: {refusal}",
             counted(config.num_hidden_layers, "blocks"),
-            parameters as f64 / 1e9
+            parameters as f64 / 1e6
         );
     }
     print!("{}", account::plan_lines(&plan, blueprint.layout(), &plan.predicted.ledger));
@@ -116,13 +116,21 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     Ok(())
 }
 
-/// The most that `fits` takes, and why it does not take one more.
+/// Where the search for the largest model ends: a shape of which so many blocks fit is too small for the machine.
+const MOST_BLOCKS: u64 = 512;
+
+/// The most that `fits` takes, up to [`MOST_BLOCKS`], and why it does not take one more.
 fn largest(fits: impl Fn(u64) -> Result<()>) -> Result<(u64, Error)> {
     let (mut most, mut step) = (0, 1);
     let mut refusal = None;
     // Doubles until it is too much, then halves.
     while step > 0 {
-        match fits(most + step) {
+        let tried = if most + step > MOST_BLOCKS {
+            Err(Error::DoesNotFit(format!("the search ends at {MOST_BLOCKS} blocks; give a larger shape")))
+        } else {
+            fits(most + step)
+        };
+        match tried {
             Ok(()) => most += step,
             Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
             Err(other) => return Err(other),
@@ -211,5 +219,6 @@ mod tests {
             assert!(refusal.to_string().contains(&format!("{} of {limit}", limit + 1)), "{refusal}");
         }
         assert!(largest(up_to(0)).is_err(), "not one block fits");
+        assert_eq!(largest(up_to(u64::MAX)).unwrap().0, MOST_BLOCKS);
     }
 }

@@ -152,7 +152,13 @@ fn find(path: &Path) -> Result<Found> {
             path.display()
         )));
     }
-    let (checkpoint, mut notices) = checkpoint::Checkpoint::locate(path)?;
+    let located = checkpoint::Checkpoint::locate(path);
+    let model = path.join("model");
+    if located.is_err() && weights::is_folder_of_weights(&model) {
+        // A run without checkpoints: what it ended with.
+        return find(&model);
+    }
+    let (checkpoint, mut notices) = located?;
     notices.push(format!("weights of {}", checkpoint.folder().display()));
     let (config, source) = checkpoint::stored(&checkpoint)?;
     // The final model of the run, where there is one, has the tokenizer.

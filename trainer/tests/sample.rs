@@ -32,6 +32,9 @@ fn what_was_learnt_comes_out() {
     assert_eq!(hot("1"), hot("1"));
     assert_ne!(hot("1"), hot("2"));
 
+    std::fs::remove_dir_all(folder.join("out/checkpoint-60")).unwrap();
+    assert_eq!(sample("out", ""), "opqrstuvwxyzab\n", "a run without checkpoints has its model");
+
     assert!(refuses(folder, "sample out/model --prompt a --backend cpu").contains("--tokenizer bytes"));
     assert!(refuses(folder, "sample nowhere --prompt a").contains("nowhere: is not there"));
     assert!(refuses(folder, "sample out --prompt a --top_k 1.5").contains("--top_k is 1.5"));

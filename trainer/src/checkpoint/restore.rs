@@ -173,8 +173,8 @@ pub fn find(
     notices.push(format!("going on after step {} from {}", checkpoint.progress().step, checkpoint.folder.display()));
     let (then, now) = (checkpoint.world(), backend.shards());
     if then != u64::from(now) {
-        let then = counted(then, "ranks");
-        notices.push(format!("it was written by {then} and is read by {now}: sums round otherwise from here on"));
+        let then = counted(then, "shards");
+        notices.push(format!("it was written in {then} and is read in {now}: sums may round otherwise from here on"));
     }
     Ok((Some(checkpoint), notices))
 }

@@ -32,8 +32,9 @@ const PAGE_BYTES_MAX: u64 = i32::MAX as u64;
 /// If the file is not sound, has no rows, or no such column of strings; or what `give` returns.
 pub(super) fn read(path: &Path, column: &str, give: &mut dyn FnMut(Option<&[u8]>) -> Result<()>) -> Result<()> {
     let refuse = |reason: String| Error::Usage(format!("{}: {reason}", path.display()));
-    let damaged = |error: ParquetError| {
-        refuse(format!("not a parquet file, damaged or cut off ({}); copy it again", one_line(&error)))
+    let damaged = |error: ParquetError| match error {
+        ParquetError::NYI(what) => refuse(what),
+        error => refuse(format!("not a parquet file, damaged or cut off ({}); copy it again", one_line(&error))),
     };
     let file = File::open(path).map_err(|e| format::unreadable(path, &e))?;
     let bytes = Arc::new(file.try_clone().map_err(|e| format::unreadable(path, &e))?);
@@ -124,7 +125,7 @@ impl Decompressed {
             Compression::GZIP(_) => MultiGzDecoder::new(packed).take(PAGE_BYTES_MAX).read_to_end(&mut out),
             Compression::ZSTD(_) => format::zstd(packed).take(PAGE_BYTES_MAX).read_to_end(&mut out),
             other => {
-                return Err(ParquetError::General(format!(
+                return Err(ParquetError::NYI(format!(
                     "pages compressed with {other} are not read; write it with snappy, gzip or zstd"
                 )));
             }
