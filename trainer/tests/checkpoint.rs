@@ -221,7 +221,7 @@ fn smallest(options: &Options, nvme: &Path) -> Budgets {
     let fits = |device: u64, host: u64| blueprint.plan(&cpu, &AutoPolicy, budgets(device, host), None).is_ok();
     let least = |fits: &dyn Fn(u64) -> bool| {
         let (mut low, mut high) = (0, 1 << 30);
-        while low + 65_536 < high {
+        while low + 4_096 < high {
             let middle = (low + high) / 2;
             if fits(middle) { high = middle } else { low = middle }
         }
