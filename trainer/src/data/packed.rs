@@ -25,7 +25,7 @@ enum Ids {
 }
 
 impl PackedRows {
-    /// Rows over `ids`, with [`SILENT`] where a token does not count.
+    /// Rows over `ids`, with the mark `SILENT` (the top bit) where a token does not count.
     ///
     /// # Errors
     /// If there are fewer ids than one row, with the number that is needed.
