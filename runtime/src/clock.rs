@@ -25,7 +25,6 @@ enum What {
 }
 
 /// Takes intervals between marks and adds up their times.
-#[derive(Default)]
 pub(crate) struct Clock {
     pending: VecDeque<(What, Mark, Mark)>,
     times: Times,
