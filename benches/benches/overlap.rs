@@ -18,6 +18,7 @@ use castor_trainer::error::Result;
 use castor_trainer::inputs::MicroBatch;
 use castor_trainer::lr::{Convention, Decay, Schedule};
 use castor_trainer::optimizer::Optimizer;
+use castor_trainer::rates::Rates;
 use castor_trainer::weights::RandomWeights;
 use std::sync::Arc;
 use std::time::Instant;
@@ -93,7 +94,7 @@ fn run(
     })?);
     let blueprint = Blueprint::new(options(), &*backend);
     let budgets = Budgets { device, host: 2 << 30, ..Budgets::default() };
-    let plan = blueprint.plan(&*backend, policy, budgets, lookahead)?;
+    let plan = blueprint.plan(&*backend, &Rates::assumed("cpu"), policy, budgets, lookahead)?;
     let mut engine = Engine::new(backend, &blueprint, plan)?;
     engine.load(&RandomWeights::new(&model(), 1))?;
     let tokens = ROWS * SEQUENCE;

@@ -18,6 +18,7 @@ pub mod policy;
 pub mod region;
 pub mod schedule;
 pub mod tensor_mgr;
+pub mod timeline;
 pub mod transfer;
 pub mod units;
 

@@ -8,6 +8,7 @@ use crate::mem_stats::TickStats;
 use crate::policy::{Placement, PlacementPolicy, PolicyView};
 use crate::schedule::{Pass, Schedule};
 use crate::tensor_mgr::StatefulTensorMgr;
+use crate::timeline::{Pace, StepTime};
 use crate::transfer::Traffic;
 use castor_kernels::{Backend, Tier};
 use std::path::PathBuf;
@@ -73,6 +74,8 @@ pub struct Prediction {
     pub cycle: usize,
     /// Bytes per link of one pass of the other kinds, between two training steps.
     pub traffic: [Traffic; Pass::ALL.len()],
+    /// Times of those training steps at the pace that was planned with.
+    pub times: Vec<StepTime>,
     /// Live bytes at each tick of each pass.
     pub ticks: [Vec<TickStats>; Pass::ALL.len()],
 }
@@ -82,6 +85,11 @@ impl Prediction {
     pub fn step(&self, step: u64) -> Traffic {
         let (step, period) = (step as usize, self.train.len() - self.cycle);
         if step < self.train.len() { self.train[step] } else { self.train[self.cycle + (step - self.cycle) % period] }
+    }
+
+    /// Times of a steady training step, averaged over the steps that repeat.
+    pub fn steady_time(&self) -> StepTime {
+        StepTime::mean(self.times.get(self.cycle..).unwrap_or_default())
     }
 
     /// Bytes per link of a steady training step, averaged over the steps that repeat.
@@ -128,7 +136,7 @@ pub struct Plan {
 pub type Rehearsal<'a> = &'a dyn Fn(&mut StatefulTensorMgr, Pass) -> Result<()>;
 
 impl Plan {
-    /// Plans for `layout` under `budgets`, for a run that has these `passes`. `dry` makes a fresh counting backend; `driver_bytes` is what the real
+    /// Plans for `layout` under `budgets`, for a run that has these `passes` on hardware of this `pace`. `dry` makes a fresh counting backend; `driver_bytes` is what the real
     /// device's driver holds beside the arena.
     ///
     /// # Errors
@@ -139,6 +147,7 @@ impl Plan {
         policy: &dyn PlacementPolicy,
         budgets: Budgets,
         lookahead_bytes: Option<u64>,
+        pace: Pace,
         driver_bytes: u64,
         dry: &dyn Fn() -> Arc<dyn Backend>,
         passes: &[Pass],
@@ -191,7 +200,7 @@ impl Plan {
                 fresh_every: None,
                 predicted: Prediction::default(),
             };
-            let mut manager = StatefulTensorMgr::new(dry(), layout.clone(), plan.clone())?;
+            let mut manager = StatefulTensorMgr::rehearsing(dry(), layout.clone(), plan.clone(), pace)?;
             manager.reserve_driver(driver_bytes);
             match Self::predict(&mut manager, passes, rehearse) {
                 Ok((predicted, fresh_every)) => {
@@ -252,7 +261,7 @@ impl Plan {
         passes: &[Pass],
         rehearse: Rehearsal<'_>,
     ) -> Result<(Prediction, Option<u64>)> {
-        let (mut train, mut seen) = (Vec::new(), Vec::new());
+        let (mut train, mut times, mut seen) = (Vec::new(), Vec::new(), Vec::new());
         let ticks = manager.plan().schedules[Pass::Train.index()].len();
         let longest = (REHEARSED_TICKS / ticks.max(1)).clamp(1, LONGEST_REHEARSAL);
         let (cycle, fresh_every) = loop {
@@ -266,11 +275,12 @@ impl Plan {
             seen.push(signature);
             rehearse(manager, Pass::Train)?;
             train.push(manager.last_traffic(Pass::Train));
+            times.extend(manager.last_time());
         };
         for &pass in passes.iter().filter(|pass| **pass != Pass::Train) {
             rehearse(manager, pass)?;
         }
-        Ok((Prediction { train, cycle, ..manager.observed() }, fresh_every))
+        Ok((Prediction { train, times, cycle, ..manager.observed() }, fresh_every))
     }
 
     /// Bytes of a tier that the plan will take: its peak, for everything is reserved at the start.

@@ -254,7 +254,7 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
             return Err(short(view, Tier::Nvme, nvme - view.room[2], &[("model data", nvme)]));
         }
     }
-    let lookahead_bytes = view.lookahead_bytes.unwrap_or(window_bytes);
+    let lookahead_bytes = view.lookahead_bytes.unwrap_or(window_bytes + view.schedule.most_spare());
     Ok(Placement { homes, window_bytes, staging_bytes, lookahead_bytes })
 }
 

@@ -110,6 +110,8 @@ pub struct ScheduledTick {
     pub name: &'static str,
     /// For which group.
     pub group: GroupId,
+    /// Bytes at the beginning of the activations' span that nothing is kept in.
+    pub spare: u64,
     /// What it uses, in order.
     pub uses: Vec<Use>,
 }
@@ -121,6 +123,8 @@ pub struct Schedule {
     pub ticks: Vec<ScheduledTick>,
     /// For each chunk index: the ticks that use it, ascending, and how.
     by_chunk: Vec<Vec<(Tick, Access)>>,
+    /// Level k holds for each tick the least spare bytes of the 2^k ticks from it on.
+    spare: Vec<Vec<u64>>,
 }
 
 impl Schedule {
@@ -135,7 +139,34 @@ impl Schedule {
                 by_chunk[used.chunk.index()].push((Tick(index as u32), used.access));
             }
         }
-        Schedule { ticks, by_chunk }
+        let mut spare = vec![ticks.iter().map(|tick| tick.spare).collect::<Vec<u64>>()];
+        for level in 0.. {
+            let (shorter, half) = (&spare[level], 1 << level);
+            if 2 * half > shorter.len() {
+                break;
+            }
+            let both = |index: usize| shorter[index].min(shorter[(index + half) % shorter.len()]);
+            spare.push((0..shorter.len()).map(both).collect());
+        }
+        Schedule { ticks, by_chunk, spare }
+    }
+
+    /// The least spare bytes of the ticks from `from` to the one `ahead` of it, less than a pass away (cyclic).
+    pub fn least_spare(&self, from: Tick, ahead: u32) -> u64 {
+        let (length, count) = (self.ticks.len(), ahead as usize + 1);
+        let Some(level) = count.min(length).checked_ilog2() else { return 0 };
+        let spare = &self.spare[level as usize];
+        spare[from.index()].min(spare[(from.index() + count.min(length) - (1 << level)) % length])
+    }
+
+    /// The most bytes that are spare at any tick.
+    pub fn most_spare(&self) -> u64 {
+        self.ticks.iter().map(|tick| tick.spare).max().unwrap_or(0)
+    }
+
+    /// The use of `chunk` at a tick.
+    pub fn used_at(&self, chunk: ChunkId, tick: Tick) -> Option<&Use> {
+        self.ticks.get(tick.index())?.uses.iter().find(|used| used.chunk == chunk)
     }
 
     /// Number of ticks.
@@ -214,7 +245,7 @@ mod tests {
 
     /// Against the definition, for every tick and distance of a pass whose chunks are used now and then.
     #[test]
-    fn writes_ahead_are_found_around_the_end_of_the_pass() {
+    fn what_lies_ahead_is_found_around_the_end_of_the_pass() {
         let length = 23u32;
         let chunks = [Role::Parameter, Role::Gradient].map(|role| GroupId(0).chunk(role));
         let uses_at = |tick: u32| -> Vec<Use> {
@@ -223,7 +254,13 @@ mod tests {
             let uses = (0..chunks.len()).filter(|index| used(*index));
             uses.map(|index| Use { chunk: chunks[index], access, until: Tick(tick) }).collect()
         };
-        let ticks = (0..length).map(|tick| ScheduledTick { name: "tick", group: GroupId(0), uses: uses_at(tick) });
+        let spare_at = |tick: u32| u64::from(tick * 13 % 17);
+        let ticks = (0..length).map(|tick| ScheduledTick {
+            name: "tick",
+            group: GroupId(0),
+            spare: spare_at(tick),
+            uses: uses_at(tick),
+        });
         let schedule = Schedule::new(ticks.collect());
         for (chunk, from, ahead) in
             chunks.into_iter().flat_map(|c| (0..length).flat_map(move |f| (0..=length).map(move |a| (c, f, a))))
@@ -233,6 +270,8 @@ mod tests {
                 uses.iter().any(|used| used.chunk == chunk && used.access.writes())
             });
             assert_eq!(schedule.written_within(chunk, Tick(from), ahead), written, "{chunk:?} {from} {ahead}");
+            let least = (0..=ahead.min(length - 1)).map(|distance| spare_at((from + distance) % length)).min();
+            assert_eq!(Some(schedule.least_spare(Tick(from), ahead)), least, "{from} {ahead}");
         }
     }
 }

@@ -4,6 +4,7 @@
 use crate::clock::{Clock, Times};
 use crate::error::Result;
 use crate::fence::Fence;
+use crate::timeline::{Pace, StepTime, Timeline};
 use castor_kernels::{Among, Backend, Mark, Span, Stream, View};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -60,12 +61,15 @@ pub struct Transfer {
     /// For each stream, the latest mark of every other stream that it already waits for.
     waited: [[u64; Stream::ALL.len()]; Stream::ALL.len()],
     clock: Clock,
+    /// In a rehearsal: when all this would happen.
+    timeline: Option<Timeline>,
 }
 
 impl Transfer {
-    /// Transfers on `backend`.
-    pub fn new(backend: Arc<dyn Backend>) -> Transfer {
-        Transfer { backend, traffic: Traffic::default(), waited: Default::default(), clock: Clock::new() }
+    /// Transfers on `backend`. `pace`: how fast it would be, where it only counts.
+    pub fn new(backend: Arc<dyn Backend>, pace: Option<Pace>) -> Transfer {
+        let timeline = pace.map(Timeline::new);
+        Transfer { backend, traffic: Traffic::default(), waited: Default::default(), clock: Clock::new(), timeline }
     }
 
     /// Makes `stream` wait for `fence`.
@@ -76,6 +80,9 @@ impl Transfer {
                 continue;
             }
             *waited = mark.number;
+            if let Some(timeline) = &mut self.timeline {
+                timeline.wait(stream, mark);
+            }
             if stream == Stream::Compute && !self.backend.reached(mark) {
                 self.stall(mark);
             } else {
@@ -96,8 +103,24 @@ impl Transfer {
     }
 
     /// Marks the end of what the compute stream was given.
-    pub fn computed(&self) -> Fence {
-        Fence::at(self.backend.mark(Stream::Compute))
+    pub fn computed(&mut self) -> Fence {
+        let mark = self.backend.mark(Stream::Compute);
+        if let Some(timeline) = &mut self.timeline {
+            timeline.mark(mark);
+        }
+        Fence::at(mark)
+    }
+
+    /// The operators of the tick that begins will take this long.
+    pub fn work(&mut self, seconds: f64) {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.work(seconds);
+        }
+    }
+
+    /// Ends a step. In a rehearsal: its times.
+    pub fn end_step(&mut self) -> Option<StepTime> {
+        self.timeline.as_mut().map(Timeline::end_step)
     }
 
     /// Copies on `stream` after `fence`; returns when the copy is done.
@@ -116,7 +139,7 @@ impl Transfer {
             Stream::Compute | Stream::Collective => unreachable!("chunks move on the copy streams"),
         };
         *counted += source.bytes;
-        Ok(Fence::at(self.moved(from)))
+        Ok(Fence::at(self.moved(from, source.bytes)))
     }
 
     /// Forms the whole chunk from its shards after `fence`.
@@ -124,13 +147,9 @@ impl Transfer {
     /// # Errors
     /// If a peer is gone.
     pub fn gather(&mut self, shard: View, full: View, fence: Fence) -> Result<Fence> {
-        self.collective(
-            fence,
-            |backend| backend.all_gather(shard, full),
-            |traffic| {
-                traffic.gathered += full.span.bytes - shard.span.bytes;
-            },
-        )
+        let bytes = full.span.bytes - shard.span.bytes;
+        self.traffic.gathered += bytes;
+        self.collective(fence, bytes, |backend| backend.all_gather(shard, full))
     }
 
     /// Leaves in `shard` this rank's part of the sum of `full` over the ranks that together hold all shards.
@@ -138,13 +157,9 @@ impl Transfer {
     /// # Errors
     /// If a peer is gone.
     pub fn reduce_scatter(&mut self, full: View, shard: View, fence: Fence) -> Result<Fence> {
-        self.collective(
-            fence,
-            |backend| backend.reduce_scatter(full, shard),
-            |traffic| {
-                traffic.reduced += full.span.bytes - shard.span.bytes;
-            },
-        )
+        let bytes = full.span.bytes - shard.span.bytes;
+        self.traffic.reduced += bytes;
+        self.collective(fence, bytes, |backend| backend.reduce_scatter(full, shard))
     }
 
     /// Sums `view` over these ranks.
@@ -152,25 +167,29 @@ impl Transfer {
     /// # Errors
     /// If a peer is gone.
     pub fn all_reduce(&mut self, among: Among, view: View, fence: Fence) -> Result<Fence> {
-        self.collective(fence, |backend| backend.all_reduce(among, view), |traffic| traffic.reduced += view.span.bytes)
+        self.traffic.reduced += view.span.bytes;
+        self.collective(fence, view.span.bytes, |backend| backend.all_reduce(among, view))
     }
 
     fn collective(
         &mut self,
         fence: Fence,
+        bytes: u64,
         run: impl FnOnce(&dyn Backend) -> castor_kernels::Result<()>,
-        count: impl FnOnce(&mut Traffic),
     ) -> Result<Fence> {
         self.wait(Stream::Collective, fence);
         let from = self.backend.mark(Stream::Collective);
         run(&*self.backend)?;
-        count(&mut self.traffic);
-        Ok(Fence::at(self.moved(from)))
+        Ok(Fence::at(self.moved(from, bytes)))
     }
 
-    /// Marks the end of a move that began at `from`.
-    fn moved(&mut self, from: Mark) -> Mark {
+    /// Marks the end of a move of `bytes` that began at `from`.
+    fn moved(&mut self, from: Mark, bytes: u64) -> Mark {
         let to = self.backend.mark(from.stream);
+        if let Some(timeline) = &mut self.timeline {
+            timeline.moves(from.stream, bytes);
+            timeline.mark(to);
+        }
         self.clock.busy(from, to);
         to
     }

@@ -20,6 +20,7 @@ use castor_trainer::inputs::MicroBatch;
 use castor_trainer::loss_scale::Dynamic;
 use castor_trainer::lr::{Convention, Decay, Schedule};
 use castor_trainer::optimizer::Optimizer;
+use castor_trainer::rates::Rates;
 use castor_trainer::weights::RandomWeights;
 use std::sync::Arc;
 
@@ -190,14 +191,16 @@ impl Setup<'_> {
     pub fn plan(&self) -> castor_runtime::Result<Plan> {
         let backend = backend(self.budgets.device, None);
         let blueprint = Blueprint::for_world(self.options.clone(), &*backend, self.world);
-        blueprint.plan(&*backend, self.policy, self.budgets.clone(), self.prefetch)
+        blueprint.plan(&*backend, &Rates::assumed("cpu"), self.policy, self.budgets.clone(), self.prefetch)
     }
 
     /// An engine with random weights on the backend of one rank.
     pub fn engine(&self, link: Option<Link>) -> Engine {
         let backend = backend(self.budgets.device, link);
         let blueprint = Blueprint::new(self.options.clone(), &*backend);
-        let plan = blueprint.plan(&*backend, self.policy, self.budgets.clone(), self.prefetch).expect("it fits");
+        let plan = blueprint
+            .plan(&*backend, &Rates::assumed("cpu"), self.policy, self.budgets.clone(), self.prefetch)
+            .expect("it fits");
         let mut engine = Engine::new(backend, &blueprint, plan).expect("memory");
         engine.load(&RandomWeights::new(&self.options.config, 7)).expect("weights");
         engine

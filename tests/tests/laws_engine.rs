@@ -10,6 +10,7 @@ use castor_tests::engines::{ADAMW, MICROS, ROWS, Rows, Run, SHARDINGS, SOPHIA, S
 use castor_trainer::activations::Keep;
 use castor_trainer::engine::StepInputs;
 use castor_trainer::optimizer::Optimizer;
+use castor_trainer::rates::Rates;
 use std::path::Path;
 
 /// About one block's weights.
@@ -233,7 +234,9 @@ fn the_peak_is_what_the_device_gives() {
         let options = CpuOptions { device_bytes: Some(cap), threads: Some(1), ..CpuOptions::default() };
         let backend: Arc<dyn Backend> = Arc::new(Cpu::new(options).expect("threads"));
         let blueprint = Blueprint::new(setup.options.clone(), &*backend);
-        let plan = blueprint.plan(&*backend, setup.policy, setup.budgets.clone(), None).expect("it fits");
+        let plan = blueprint
+            .plan(&*backend, &Rates::assumed("cpu"), setup.policy, setup.budgets.clone(), None)
+            .expect("it fits");
         Engine::new(backend, &blueprint, plan).is_ok()
     };
     assert!(opens(peak));

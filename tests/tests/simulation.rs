@@ -7,6 +7,8 @@ use castor_runtime::layout::{Formats, GroupSpec, Layout, Sharding, TensorSpec};
 use castor_runtime::plan::{Budgets, Fixed, Plan};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
 use castor_runtime::schedule::Part;
+use castor_runtime::tensor_mgr::Activations;
+use castor_runtime::timeline::Pace;
 use castor_runtime::{Access, Error, GroupId, Lease, Pass, Result, Role, StatefulTensorMgr};
 use castor_tests::simulation::Simulated;
 use std::cell::RefCell;
@@ -70,17 +72,17 @@ impl Case {
         let groups: Vec<GroupId> = self.layout.group_ids().collect();
         manager.begin_pass(Pass::Train);
         for &group in &groups {
-            manager.tick("forward", group)?;
+            manager.tick("forward", group, Activations::default())?;
             self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
         }
         let mut held = None;
         if self.tied {
-            manager.tick("head", groups[0])?;
+            manager.tick("head", groups[0], Activations::default())?;
             self.use_once(manager, touch, groups[0], Role::Parameter, Access::Read)?;
             held = Some(manager.acquire(groups[0].chunk(Role::Gradient), Access::Produce(Part::Only))?);
         }
         for &group in groups.iter().rev() {
-            manager.tick("backward", group)?;
+            manager.tick("backward", group, Activations::default())?;
             self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
             match held.take_if(|_| group == groups[0]) {
                 Some(lease) => {
@@ -91,11 +93,11 @@ impl Case {
             }
         }
         for &group in &groups {
-            manager.tick("norm", group)?;
+            manager.tick("norm", group, Activations::default())?;
             self.use_once(manager, touch, group, Role::Gradient, Access::ReadShard)?;
         }
         for &group in &groups {
-            manager.tick("update", group)?;
+            manager.tick("update", group, Activations::default())?;
             self.use_once(manager, touch, group, Role::Gradient, Access::ReadShard)?;
             for role in [Role::Master, Role::First, Role::Second, Role::Parameter] {
                 self.use_once(manager, touch, group, role, Access::UpdateShard)?;
@@ -161,6 +163,7 @@ fn plan(case: &Case) -> Result<Plan> {
         &*policy(case),
         budgets(case),
         lookahead,
+        Pace { bytes_per_s: [1e9; Stream::ALL.len()], contention: 0.0 },
         0,
         &dry,
         &[Pass::Train],
@@ -261,7 +264,7 @@ fn a_pass_in_between_neither_shifts_the_record_nor_leaks_the_window() {
             case.step(&mut manager, &mut touch).unwrap();
             manager.begin_pass(Pass::Evaluate);
             for group in case.layout.group_ids() {
-                manager.tick("evaluate", group).unwrap();
+                manager.tick("evaluate", group, Activations::default()).unwrap();
                 let lease = manager.acquire(group.chunk(Role::Parameter), Access::Read).unwrap();
                 touch(&lease, Access::Read, Role::Parameter, group);
                 manager.release(lease).unwrap();

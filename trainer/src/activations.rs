@@ -178,9 +178,12 @@ impl Activations {
             kept
         });
 
+        // The last block first: what it keeps is wanted last and free first, so that what is spare at a tick is always
+        // the beginning of the span.
         let mut cursor = Cursor(0);
-        let blocks =
-            request.keep.iter().map(|&level| cursor.take(kept[level as usize].bytes * micro_batches)).collect();
+        let mut blocks: Vec<u64> =
+            request.keep.iter().rev().map(|&level| cursor.take(kept[level as usize].bytes * micro_batches)).collect();
+        blocks.reverse();
 
         let wide = rows(shape.ffn.max(shape.packed()));
         let row = dtype.bytes(shape.vocabulary);
@@ -247,6 +250,20 @@ impl Activations {
             }
             Phase::Update => 0,
         }
+    }
+
+    /// Bytes at the beginning of the span in which nothing is kept at a point of a step: what blocks keep that come
+    /// later in the forward, or came before in the backward.
+    pub fn spare_bytes(&self, phase: Phase) -> u64 {
+        let last = match phase {
+            // A block's output is the next one's input.
+            Phase::Forward(block) => block + 1,
+            Phase::Backward(block) => block,
+            Phase::Embed => 0,
+            Phase::Head => return 0,
+            Phase::EmbedBackward | Phase::Update => return self.shared.pool.offset,
+        };
+        self.blocks.get(last as usize).copied().unwrap_or(0)
     }
 
     /// Where block `block` of micro-batch `micro`, of `batch` rows, keeps and computes. `base` is the span of

@@ -6,6 +6,7 @@
 use crate::{
     activations::{Activations, Keep, Request},
     config::ModelConfig,
+    estimate::{self, Costs},
     inputs::{self, Inputs},
     loss_scale::Dynamic,
     lr::Schedule,
@@ -14,6 +15,7 @@ use crate::{
         groups::{self, Groups},
     },
     optimizer::Optimizer,
+    rates::Rates,
     step::{Due, Model, Step},
 };
 use castor_kernels::{
@@ -158,6 +160,11 @@ impl Blueprint {
         }
     }
 
+    /// What its ticks cost at these rates.
+    pub fn costs(&self, rates: &Rates) -> Costs {
+        Costs::new(&self.options, &self.layout, rates)
+    }
+
     /// The passes that the run has.
     pub fn passes(&self) -> Vec<Pass> {
         let optimizer = self.options.optimizer;
@@ -170,11 +177,11 @@ impl Blueprint {
         Pass::ALL.into_iter().filter(has).collect()
     }
 
-    /// Goes through one pass, with `mgr` on a backend that only counts.
+    /// Goes through one pass, with `mgr` on a backend that only counts. `costs`: what the ticks would take.
     ///
     /// # Errors
     /// If the manager finds no room.
-    pub fn rehearse(&self, mgr: &mut StatefulTensorMgr, pass: Pass) -> castor_runtime::Result<()> {
+    pub fn rehearse(&self, mgr: &mut StatefulTensorMgr, pass: Pass, costs: &Costs) -> castor_runtime::Result<()> {
         let mut inputs = self.inputs_in(mgr);
         let gradient = Classify::Gradient { scale: 1.0 };
         let due = self.options.optimizer.map(|optimizer| Due { update: optimizer.update(0.0, 0), seed: 0 });
@@ -183,7 +190,7 @@ impl Blueprint {
             Pass::Evaluate => self.options.round,
             Pass::Hessian | Pass::Update => 1,
         });
-        let mut step = Step::rehearse(mgr, &self.model, &inputs, pass);
+        let mut step = Step::rehearse(mgr, &self.model, &inputs, pass, costs);
         match pass {
             Pass::Train => {
                 step.rounds(self.options.round, due.as_ref(), || Ok::<_, castor_runtime::Error>(gradient))?;
@@ -205,13 +212,14 @@ impl Blueprint {
         step.end()
     }
 
-    /// Plans the run on `backend` under `budgets`, by rehearsing it on a backend that only counts.
+    /// Plans the run on `backend`, which has these `rates`, under `budgets`, by rehearsing it on a backend that only counts.
     ///
     /// # Errors
     /// [`castor_runtime::Error::OutOfRoom`] if it does not fit.
     pub fn plan(
         &self,
         backend: &dyn Backend,
+        rates: &Rates,
         policy: &dyn PlacementPolicy,
         budgets: Budgets,
         lookahead_bytes: Option<u64>,
@@ -225,16 +233,18 @@ impl Blueprint {
         let world = self.layout.world as u32;
         let rank = backend.rank().min(world - 1);
         let dry = || -> Arc<dyn Backend> { Arc::new(Dry::new(world, rank, profile.clone())) };
+        let costs = self.costs(rates);
         Plan::make(
             &self.layout,
             self.fixed(),
             policy,
             budgets,
             lookahead_bytes,
+            estimate::pace(rates),
             device.overhead_bytes,
             &dry,
             &self.passes(),
-            &|manager, pass| self.rehearse(manager, pass),
+            &|manager, pass| self.rehearse(manager, pass, &costs),
         )
     }
 

@@ -32,6 +32,8 @@ pub struct Rates {
     pub host_to_device: f64,
     /// Bytes from device to host, while as many go the other way.
     pub device_to_host: f64,
+    /// Bytes received in all-gathers or sent in reductions; not measured, for it takes several ranks.
+    pub collectives: f64,
     /// Bytes from disk to host.
     pub nvme_read: f64,
     /// Bytes from host to disk.
@@ -54,6 +56,7 @@ impl Rates {
                 device_memory: 3.5e12,
                 host_to_device: 48.5e9,
                 device_to_host: 48.5e9,
+                collectives: 240e9,
                 nvme_read: 1.5e9,
                 nvme_write: 2.6e9,
                 measured_at,
@@ -65,6 +68,7 @@ impl Rates {
                 device_memory: 10e9,
                 host_to_device: 5e9,
                 device_to_host: 5e9,
+                collectives: 1e9,
                 nvme_read: 0.5e9,
                 nvme_write: 0.5e9,
                 measured_at,

@@ -9,7 +9,7 @@ use crate::blueprint::{self, Blueprint, Options};
 use crate::config::ModelConfig;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::estimate::{self, Estimate};
+use crate::estimate::Estimate;
 use crate::loss_scale::Dynamic;
 use crate::lr::{Convention, Decay, Schedule};
 use crate::optimizer::Optimizer;
@@ -296,20 +296,20 @@ pub fn plan(
         for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
             let options = Options { round, keep, ..options.clone() };
             let blueprint = Blueprint::for_world(options, backend, world);
-            candidates.push((estimate::floor_s(blueprint.options(), blueprint.layout(), rates), blueprint));
+            candidates.push((blueprint.costs(rates).step_s(blueprint.options().micro_batches), blueprint));
         }
     }
     // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
     candidates.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (mut best, mut refusal): (Option<(Blueprint, Plan, Estimate)>, _) = (None, None);
     for (floor_s, blueprint) in candidates {
-        if best.as_ref().is_some_and(|best| best.2.step_s <= floor_s * 1.001) {
+        if best.as_ref().is_some_and(|best| best.2.time.step_s <= floor_s * 1.001) {
             break;
         }
-        match blueprint.plan(backend, &*policy, budgets.clone(), settings.memory.prefetch).map_err(Error::from) {
+        match blueprint.plan(backend, rates, &*policy, budgets.clone(), settings.memory.prefetch).map_err(Error::from) {
             Ok(plan) => {
-                let estimate = estimate::estimate(blueprint.options(), blueprint.layout(), &plan.placement, rates);
-                if best.as_ref().is_none_or(|best| estimate.step_s < best.2.step_s) {
+                let estimate = Estimate::of(&plan);
+                if best.as_ref().is_none_or(|best| estimate.time.step_s < best.2.time.step_s) {
                     best = Some((blueprint, plan, estimate));
                 }
             }

@@ -15,6 +15,7 @@
 
 use crate::{
     activations::{Activations, Phase},
+    estimate::{Costs, Tick},
     inputs::Inputs,
     model::{
         Shape,
@@ -58,8 +59,8 @@ pub(crate) struct Step<'a> {
     memory: Span,
     /// Micro-batches of the present round.
     round: Range<u64>,
-    /// Whether operators are called for the first and last micro-batch of a round alone.
-    rehearsed: bool,
+    /// In a rehearsal: what ticks cost. Operators are called for the first and last micro-batch of a round alone.
+    rehearsed: Option<&'a Costs>,
     /// Which part of the gradients the present round produces.
     part: Part,
     /// Tokens that the step's rounds before had.
@@ -83,7 +84,7 @@ impl<'a> Step<'a> {
             ops,
             memory,
             round: 0..inputs.sent().len() as u64,
-            rehearsed: false,
+            rehearsed: None,
             part: Part::Only,
             first_token: 0,
             table_gradient: None,
@@ -93,8 +94,14 @@ impl<'a> Step<'a> {
 
     /// As [`Step::begin`], on a backend that computes nothing: the manager decides from leases and ticks, so that
     /// operators need only be called for a round's first micro-batch and for its last, which reaches farthest.
-    pub fn rehearse(mgr: &'a mut StatefulTensorMgr, model: &'a Model, inputs: &'a Inputs, pass: Pass) -> Self {
-        Step { rehearsed: true, ..Step::begin(mgr, model, inputs, pass) }
+    pub fn rehearse(
+        mgr: &'a mut StatefulTensorMgr,
+        model: &'a Model,
+        inputs: &'a Inputs,
+        pass: Pass,
+        costs: &'a Costs,
+    ) -> Self {
+        Step { rehearsed: Some(costs), ..Step::begin(mgr, model, inputs, pass) }
     }
 
     /// Forward and backward in rounds of `micros` micro-batches; every gradient is in the norm afterwards, the last
@@ -139,7 +146,7 @@ impl<'a> Step<'a> {
         for index in 0..ahead {
             self.update_due(due, nth(index), Phase::Embed)?;
         }
-        self.tick("embed", Groups::EMBEDDING, Phase::Embed)?;
+        self.tick(Tick::Embed, Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
         for micro in self.micros() {
             let out = model.activations.block_input(self.memory, 0, self.place(micro), self.batch(micro));
@@ -149,7 +156,7 @@ impl<'a> Step<'a> {
         for block in 0..blocks {
             let group = model.groups.block(block);
             self.update_due(due, nth(block + ahead), Phase::Forward(block))?;
-            self.tick("forward", group, Phase::Forward(block))?;
+            self.tick(Tick::Forward(block), group, Phase::Forward(block))?;
             let lease = self.weights(group)?;
             let weights = self.block_tensors(&lease, group);
             for micro in self.micros() {
@@ -170,7 +177,7 @@ impl<'a> Step<'a> {
     /// If the world below or `observe` refuses.
     pub fn evaluate(&mut self, observe: &mut dyn FnMut(u64, u64, View) -> castor_kernels::Result<()>) -> Result<()> {
         let model = self.model;
-        self.tick("embed", Groups::EMBEDDING, Phase::Embed)?;
+        self.tick(Tick::Embed, Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
         for micro in self.micros() {
             self.embed(&lease, micro, self.hidden(micro));
@@ -179,7 +186,7 @@ impl<'a> Step<'a> {
         for block in 0..model.shape.blocks {
             let group = model.groups.block(block);
             // One block's places serve all: nothing is kept.
-            self.tick("forward", group, Phase::Forward(0))?;
+            self.tick(Tick::Forward(block), group, Phase::Forward(0))?;
             let lease = self.weights(group)?;
             let weights = self.block_tensors(&lease, group);
             for micro in self.micros() {
@@ -190,7 +197,7 @@ impl<'a> Step<'a> {
             self.mgr.release(lease)?;
         }
         let head = model.groups.head();
-        self.tick("head", head, Phase::Head)?;
+        self.tick(Tick::Head, head, Phase::Head)?;
         let (lease, table) = self.head_weights()?;
         let weights = self.head_tensors(&lease, table.as_ref());
         self.ops.zero(self.inputs.loss());
@@ -228,7 +235,7 @@ impl<'a> Step<'a> {
     /// # Errors
     /// If the world below refuses.
     pub fn norm(&mut self, max_norm: f32, loss_scale: f32, control: View) -> Result<()> {
-        self.tick("norm", Groups::EMBEDDING, Phase::Update)?;
+        self.tick(Tick::Norm, Groups::EMBEDDING, Phase::Update)?;
         self.square_last()?;
         let ops = self.ops.as_ref();
         self.inputs.sum_over_ranks(ops, self.inputs.slots())?;
@@ -250,7 +257,7 @@ impl<'a> Step<'a> {
 
     fn update_due(&mut self, due: Option<&Due>, group: GroupId, phase: Phase) -> Result<()> {
         let Some(due) = due else { return Ok(()) };
-        self.tick("update", group, phase)?;
+        self.tick(Tick::Update, group, phase)?;
         self.update_group(group, due.update, due.seed)
     }
 
@@ -260,7 +267,7 @@ impl<'a> Step<'a> {
     /// If the world below refuses.
     pub fn hessian(&mut self, beta2: f32, tokens: f32, inverse_loss_scale: f32) -> Result<()> {
         for group in (0..self.model.groups.count() as u32).map(GroupId) {
-            self.tick("hessian", group, Phase::Update)?;
+            self.tick(Tick::Hessian, group, Phase::Update)?;
             let gradient = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
             let hessian = self.mgr.acquire(group.chunk(Role::Second), Access::UpdateShard)?;
             self.ops.hessian(
@@ -289,7 +296,7 @@ impl<'a> Step<'a> {
     fn head(&mut self, what: Classify) -> Result<()> {
         let model = self.model;
         let group = model.groups.head();
-        self.tick("head", group, Phase::Head)?;
+        self.tick(Tick::Head, group, Phase::Head)?;
         let (lease, table) = self.head_weights()?;
         let weights = self.head_tensors(&lease, table.as_ref());
         let gradient = self.produce(group)?;
@@ -327,7 +334,7 @@ impl<'a> Step<'a> {
     fn block_backward(&mut self, block: u64) -> Result<()> {
         let model = self.model;
         let group = model.groups.block(block);
-        self.tick("backward", group, Phase::Backward(block))?;
+        self.tick(Tick::Backward(block), group, Phase::Backward(block))?;
         let lease = self.weights(group)?;
         let gradient = self.produce(group)?;
         let weights = self.block_tensors(&lease, group);
@@ -345,7 +352,7 @@ impl<'a> Step<'a> {
 
     fn embed_backward(&mut self) -> Result<()> {
         let model = self.model;
-        self.tick("embed backward", Groups::EMBEDDING, Phase::EmbedBackward)?;
+        self.tick(Tick::EmbedBackward, Groups::EMBEDDING, Phase::EmbedBackward)?;
         let (gradient, tied) = match self.table_gradient.take() {
             Some(gradient) => (gradient, true),
             None => (self.produce(Groups::EMBEDDING)?, false),
@@ -399,10 +406,15 @@ impl<'a> Step<'a> {
         self.mgr.release(parameter)
     }
 
-    fn tick(&mut self, name: &'static str, group: GroupId, phase: Phase) -> Result<()> {
-        self.mgr.tick(name, group)?;
-        let bytes = self.model.activations.live_bytes(phase, self.round.end - self.round.start);
-        self.mgr.note_live(Category::Activations, bytes);
+    fn tick(&mut self, tick: Tick, group: GroupId, phase: Phase) -> Result<()> {
+        let micros = self.round.end - self.round.start;
+        let (live, spare) =
+            (self.model.activations.live_bytes(phase, micros), self.model.activations.spare_bytes(phase));
+        self.mgr.tick(tick.name(), group, castor_runtime::tensor_mgr::Activations { live, spare })?;
+        if let Some(costs) = self.rehearsed {
+            let added = micros - u64::from(self.part.begins()).min(micros);
+            self.mgr.expect_work(costs.seconds(tick, group, micros, added));
+        }
         Ok(())
     }
 
@@ -483,7 +495,7 @@ impl<'a> Step<'a> {
     /// The micro-batches of this round that operators are called for.
     fn micros(&self) -> impl Iterator<Item = u64> + use<> {
         let Range { start, end } = self.round;
-        let step = if self.rehearsed { (end - start).saturating_sub(1).max(1) } else { 1 };
+        let step = if self.rehearsed.is_some() { (end - start).saturating_sub(1).max(1) } else { 1 };
         self.round.clone().step_by(step as usize)
     }
 

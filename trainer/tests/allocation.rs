@@ -9,6 +9,7 @@ use castor_kernels::{
     dry::{Dry, DryProfile},
 };
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy};
+use castor_trainer::rates::Rates;
 use castor_trainer::{
     activations::Keep,
     blueprint::{Blueprint, formats},
@@ -66,7 +67,7 @@ fn steady_steps_take_nothing_from_the_heap() {
     for (policy, budgets) in policies {
         let dry: Arc<dyn Backend> = Arc::new(Dry::new(1, 0, DryProfile::default()));
         let blueprint = Blueprint::new(options.clone(), dry.as_ref());
-        let plan = blueprint.plan(dry.as_ref(), policy, budgets, None).unwrap();
+        let plan = blueprint.plan(dry.as_ref(), &Rates::assumed("cpu"), policy, budgets, None).unwrap();
         let mut engine = Engine::new(dry, &blueprint, plan).unwrap();
         engine.manager().end_warm_up();
         let mut step = || {

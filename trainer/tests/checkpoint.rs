@@ -14,6 +14,7 @@ use castor_runtime::{
     plan::Budgets,
     policy::{AutoPolicy, DevicePolicy, PlacementPolicy},
 };
+use castor_trainer::rates::Rates;
 use castor_trainer::{
     activations::Keep,
     blueprint::{Blueprint, Options, formats},
@@ -75,7 +76,7 @@ fn bare(options: Options, policy: &dyn PlacementPolicy, budgets: Budgets, link: 
     let cpu = CpuOptions { device_bytes: Some(budgets.device), threads: Some(1), link, ..CpuOptions::default() };
     let cpu: Arc<dyn Backend> = Arc::new(Cpu::new(cpu).unwrap());
     let blueprint = Blueprint::new(options, cpu.as_ref());
-    let plan = blueprint.plan(cpu.as_ref(), policy, budgets, None).unwrap();
+    let plan = blueprint.plan(cpu.as_ref(), &Rates::assumed("cpu"), policy, budgets, None).unwrap();
     Engine::new(cpu, &blueprint, plan).unwrap()
 }
 
@@ -218,7 +219,9 @@ fn smallest(options: &Options, nvme: &Path) -> Budgets {
     let cpu = Cpu::new(CpuOptions::default()).unwrap();
     let blueprint = Blueprint::new(options.clone(), &cpu);
     let budgets = |device: u64, host: u64| Budgets { device, host, nvme: 1 << 30, nvme_folder: Some(nvme.to_owned()) };
-    let fits = |device: u64, host: u64| blueprint.plan(&cpu, &AutoPolicy, budgets(device, host), None).is_ok();
+    let fits = |device: u64, host: u64| {
+        blueprint.plan(&cpu, &Rates::assumed("cpu"), &AutoPolicy, budgets(device, host), None).is_ok()
+    };
     let least = |fits: &dyn Fn(u64) -> bool| {
         let (mut low, mut high) = (0, 1 << 30);
         while low + 4_096 < high {

@@ -13,7 +13,7 @@ mod loading;
 mod moves;
 mod prefetch;
 
-use crate::chunk::Chunk;
+use crate::chunk::{Chunk, WorkingCopy};
 use crate::clock::Times;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, TensorPlace};
@@ -22,6 +22,7 @@ use crate::mem_stats::MemStatsCollector;
 use crate::plan::{FILE_GRANULE, GRANULE, Plan, Prediction, placed_bytes};
 use crate::region::Region;
 use crate::schedule::{Access, Part, Pass, Schedule, ScheduledTick, Use, in_place};
+use crate::timeline::{Pace, StepTime};
 use crate::transfer::{Traffic, Transfer};
 use crate::units::{ChunkId, GroupId, Tick};
 use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
@@ -69,10 +70,20 @@ impl Lease {
     }
 }
 
+/// Bytes of [`Category::Activations`] at a tick.
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+pub struct Activations {
+    /// In use.
+    pub live: u64,
+    /// At the beginning of the span, in which nothing is kept.
+    pub spare: u64,
+}
+
 /// See [`StatefulTensorMgr::signature`].
 #[derive(PartialEq, Eq, Debug, Clone)]
 pub struct Signature {
     copies: Vec<(ChunkId, u64, bool, u64)>,
+    lent: u64,
     holes: Vec<(u64, u64)>,
 }
 
@@ -85,6 +96,8 @@ pub struct StatefulTensorMgr {
     fixed: Vec<(Tier, Category, Span)>,
     window: Region,
     staging: Region,
+    /// Bytes of activations in use, without what is lent of their span.
+    activations: u64,
     transfer: Transfer,
     ledger: Ledger,
     collector: MemStatsCollector,
@@ -99,6 +112,8 @@ pub struct StatefulTensorMgr {
     recorded: [Schedule; Pass::ALL.len()],
     pass_began: Traffic,
     pass_traffic: [Traffic; Pass::ALL.len()],
+    /// In a rehearsal: times of the last pass.
+    pass_time: Option<StepTime>,
     departures: u64,
     /// `departures` when the pass began.
     departures_before: u64,
@@ -115,6 +130,20 @@ impl StatefulTensorMgr {
     /// # Errors
     /// If a tier cannot give what the plan needs.
     pub fn new(backend: Arc<dyn Backend>, layout: Layout, plan: Plan) -> Result<StatefulTensorMgr> {
+        let transfer = Transfer::new(backend.clone(), None);
+        StatefulTensorMgr::with(transfer, backend, layout, plan)
+    }
+
+    /// As [`StatefulTensorMgr::new`], on a backend that only counts, in place of one of this `pace`.
+    ///
+    /// # Errors
+    /// If a tier cannot give what the plan needs.
+    pub fn rehearsing(backend: Arc<dyn Backend>, layout: Layout, plan: Plan, pace: Pace) -> Result<StatefulTensorMgr> {
+        let transfer = Transfer::new(backend.clone(), Some(pace));
+        StatefulTensorMgr::with(transfer, backend, layout, plan)
+    }
+
+    fn with(transfer: Transfer, backend: Arc<dyn Backend>, layout: Layout, plan: Plan) -> Result<StatefulTensorMgr> {
         let ranks = (u64::from(backend.world()), u64::from(backend.shards()));
         assert_eq!(
             ranks,
@@ -136,7 +165,8 @@ impl StatefulTensorMgr {
             let home = carve(tier, Category::home(id.role()), layout.stored_bytes(id));
             chunks[id.index()] = Some(Chunk::new(id, home));
         }
-        let window = carve(Tier::Device, Category::Window, plan.placement.window_bytes);
+        let window_bytes = placed_bytes(Tier::Device, plan.placement.window_bytes);
+        let window = carve(Tier::Device, Category::Window, window_bytes);
         let staging = carve(Tier::Host, Category::Staging, plan.placement.staging_bytes);
         let mut fixed = Vec::new();
         for (category, bytes) in &plan.fixed.device {
@@ -145,6 +175,8 @@ impl StatefulTensorMgr {
         for (category, bytes) in &plan.fixed.host {
             fixed.push((Tier::Host, *category, carve(Tier::Host, *category, *bytes)));
         }
+        let behind = fixed.iter().find(|(_, category, _)| *category == Category::Activations);
+        assert!(behind.is_none_or(|(_, _, span)| span.offset == window.end()), "what is lent lies behind the window");
         let workspace = carve(Tier::Device, Category::Workspace, backend.workspace_bytes());
         for tier in Tier::ALL {
             backend.reserve(tier, ends[tier.index()], plan.budgets.nvme_folder.as_deref())?;
@@ -160,7 +192,7 @@ impl StatefulTensorMgr {
         let counter = |(link, _)| metrics::counter!("castor_moved_bytes_total", "link" => link);
         let moved = (backend.device().backend != "dry").then(|| Traffic::default().links().map(counter));
         let mut manager = StatefulTensorMgr {
-            transfer: Transfer::new(backend.clone()),
+            transfer,
             backend,
             layout,
             plan,
@@ -168,6 +200,7 @@ impl StatefulTensorMgr {
             fixed,
             window: Region::new(window, GRANULE),
             staging: Region::new(staging, FILE_GRANULE),
+            activations: 0,
             ledger,
             collector: MemStatsCollector::default(),
             streamed: Default::default(),
@@ -179,6 +212,7 @@ impl StatefulTensorMgr {
             recorded: Default::default(),
             pass_began: Traffic::default(),
             pass_traffic: [Traffic::default(); Pass::ALL.len()],
+            pass_time: None,
             departures: 0,
             departures_before: 0,
             demand_fetches: 0,
@@ -221,12 +255,6 @@ impl StatefulTensorMgr {
         self.ledger.reserve(Tier::Device, Category::Driver, bytes);
     }
 
-    /// Notes the bytes of a fixed category that are in use from now on.
-    pub fn note_live(&mut self, category: Category, bytes: u64) {
-        self.ledger.set_live(Tier::Device, category, bytes);
-        self.collector.record(self.pass, &self.ledger);
-    }
-
     /// Bytes of every tier by category.
     pub const fn ledger(&self) -> &Ledger {
         &self.ledger
@@ -252,6 +280,16 @@ impl StatefulTensorMgr {
         self.pass_traffic[pass.index()]
     }
 
+    /// In a rehearsal: how long the last pass would take.
+    pub const fn last_time(&self) -> Option<StepTime> {
+        self.pass_time
+    }
+
+    /// The operators of the tick that began take this long; of interest in a rehearsal.
+    pub fn expect_work(&mut self, seconds: f64) {
+        self.transfer.work(seconds);
+    }
+
     /// How long the engines were busy so far and the step waited for them; what is not over yet comes later.
     pub fn times(&mut self) -> Times {
         self.transfer.times()
@@ -273,6 +311,7 @@ impl StatefulTensorMgr {
             ledger: self.ledger,
             window_peak: self.window.peak(),
             train: Vec::new(),
+            times: Vec::new(),
             cycle: 0,
             traffic: self.pass_traffic,
             ticks: Pass::ALL.map(|pass| self.collector.ticks(pass).to_vec()),
@@ -285,7 +324,7 @@ impl StatefulTensorMgr {
             let copy = chunk.copy()?;
             Some((chunk.id(), copy.span.offset, copy.whole, copy.due.saturating_sub(self.clock)))
         });
-        Signature { copies: copies.collect(), holes: self.window.signature() }
+        Signature { copies: copies.collect(), lent: self.window.lent(), holes: self.window.signature() }
     }
 
     /// The schedules that passes without a record have made.
@@ -303,6 +342,7 @@ impl StatefulTensorMgr {
         self.departures_before = self.departures;
         if !goes_on || self.plan.fresh_every == Some(self.warm_passes) {
             self.empty_window();
+            self.lend(0);
         }
         self.warm_passes += 1;
         self.pass = pass;
@@ -323,26 +363,35 @@ impl StatefulTensorMgr {
         self.warm_passes = 0;
     }
 
-    /// Starts the next tick. Prefetch runs ahead.
+    /// Starts the next tick. Prefetch runs ahead. What `activations` leave spare is lent to the window for as long as,
+    /// by the record, it stays so.
     ///
     /// # Errors
     /// If a move cannot be issued.
-    pub fn tick(&mut self, name: &'static str, group: GroupId) -> Result<Tick> {
+    pub fn tick(&mut self, name: &'static str, group: GroupId, activations: Activations) -> Result<Tick> {
+        self.activations = activations.live;
+        let spare = activations.spare;
         let tick = Tick(self.tick.map_or(0, |tick| tick.0 + 1));
         self.tick = Some(tick);
         self.clock += 1;
         self.collector.begin(self.pass, tick, name, group);
         match &mut self.recording {
-            Some(ticks) => ticks.push(ScheduledTick { name, group, uses: Vec::new() }),
+            Some(ticks) => ticks.push(ScheduledTick { name, group, spare, uses: Vec::new() }),
             None => {
                 let schedule = &self.plan.schedules[self.pass.index()];
                 match schedule.ticks.get(tick.index()) {
-                    Some(expected) if expected.name == name && expected.group == group => self.prefetch(tick)?,
-                    _ => self.departures += 1,
+                    Some(expected) if expected.name == name && expected.group == group => {
+                        self.lend(if self.departures == self.departures_before { spare } else { 0 });
+                        self.prefetch(tick)?;
+                    }
+                    _ => {
+                        self.departures += 1;
+                        self.lend(0);
+                    }
                 }
             }
         }
-        self.collector.record(self.pass, &self.ledger);
+        self.note_regions();
         Ok(tick)
     }
 
@@ -431,6 +480,9 @@ impl StatefulTensorMgr {
             Some(ticks) => self.clock + u64::from(ticks),
             None => u64::MAX,
         };
+        // A copy that lies where activations will be by then is of no more use.
+        let stays = |copy: WorkingCopy| due == u64::MAX || copy.span.end() <= self.usable_end(chunk, due);
+        let due = if copy.is_none_or(stays) { due } else { u64::MAX };
         let state = self.chunk_mut(chunk);
         state.release(access, access.writes().then_some(written), used, due);
         // After a reduction over ranks the copy holds sums only in part.
@@ -449,6 +501,7 @@ impl StatefulTensorMgr {
         let pass = self.pass.index();
         self.tick = None;
         self.pass_traffic[pass] = self.transfer.traffic().since(&self.pass_began);
+        self.pass_time = self.transfer.end_step();
         self.transfer.times();
         for (counter, (_, bytes)) in self.moved.iter().flatten().zip(self.pass_traffic[pass].links()) {
             counter.increment(bytes);
@@ -505,7 +558,9 @@ impl StatefulTensorMgr {
                 .sum::<u64>(),
             "L1: the window holds exactly the working copies"
         );
-        self.ledger.set_live(Tier::Device, Category::Window, self.window.used());
+        let lent = self.window.lent_used();
+        self.ledger.set_live(Tier::Device, Category::Window, self.window.used() - lent);
+        self.ledger.set_live(Tier::Device, Category::Activations, self.activations + lent);
         self.collector.record(self.pass, &self.ledger);
     }
 
@@ -515,7 +570,7 @@ impl StatefulTensorMgr {
             tier: Tier::Device,
             what: format!("no room in the window for the {} of {group} ({bytes} bytes)", chunk.role().name()),
             budget: self.plan.budgets.device,
-            short_by: self.window.rounded(bytes).saturating_sub(self.window.free()).max(GRANULE),
+            short_by: self.window.rounded(bytes).saturating_sub(self.window.free(self.window.own_end())).max(GRANULE),
             largest_users: self.ledger.largest_users(Tier::Device),
         }
     }

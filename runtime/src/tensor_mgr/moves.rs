@@ -49,7 +49,8 @@ impl StatefulTensorMgr {
     ) -> Result<bool> {
         let whole = access.whole() || !self.sharded(chunk);
         let bytes = if whole { self.layout.full_bytes(chunk) } else { self.layout.stored_bytes(chunk) };
-        let Some((span, free)) = self.make_room(bytes, reserve, if demanded { None } else { Some(due) }) else {
+        let end = self.usable_end(chunk, due);
+        let Some((span, free)) = self.make_room(bytes, reserve, if demanded { None } else { Some(due) }, end) else {
             if demanded {
                 return Err(self.window_too_small(chunk, bytes));
             }
@@ -159,11 +160,11 @@ impl StatefulTensorMgr {
     }
 
     pub(super) fn take_staging(&mut self, bytes: u64) -> Result<(Span, Fence)> {
-        self.staging.take(bytes).ok_or_else(|| Error::OutOfRoom {
+        self.staging.take(bytes, u64::MAX).ok_or_else(|| Error::OutOfRoom {
             tier: Tier::Host,
             what: "staging between disk and device".into(),
             budget: self.plan.budgets.host,
-            short_by: bytes.saturating_sub(self.staging.free()),
+            short_by: bytes.saturating_sub(self.staging.free(u64::MAX)),
             largest_users: self.ledger.largest_users(Tier::Host),
         })
     }

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::fence::Fence;
 use crate::schedule::{Access, Pass, ScheduledTick, in_place};
 use crate::units::{ChunkId, Tick};
-use castor_kernels::{Span, Tier};
+use castor_kernels::{Span, Stream, Tier};
 
 impl StatefulTensorMgr {
     /// Issues the fetches of this tick and of those ahead, in the order of use, as far as the look-ahead and the
@@ -45,8 +45,10 @@ impl StatefulTensorMgr {
                 }
                 let due = self.clock + ahead as u64;
                 let whole = used.access.whole() || !self.sharded(used.chunk);
-                if let Some(copy) = self.chunk(used.chunk).idle_copy() {
-                    if copy.whole == whole {
+                if let Some(copy) = self.chunk(used.chunk).idle_copy().copied() {
+                    // What lies where activations will be by then has to come again, to another place.
+                    let stays = copy.span.end() <= self.usable_end(used.chunk, due);
+                    if copy.whole == whole && stays {
                         if copy.due > due {
                             self.chunk_mut(used.chunk).expect_at(due);
                         }
@@ -55,7 +57,7 @@ impl StatefulTensorMgr {
                     if copy.due < due {
                         continue;
                     }
-                    if !whole {
+                    if !whole || !stays {
                         self.drop_copy(used.chunk);
                     }
                 }
@@ -87,12 +89,53 @@ impl StatefulTensorMgr {
         }
     }
 
-    /// Takes `bytes` of the window and leaves `reserve` bytes takeable, dropping idle copies that are wanted
+    /// Lends the window what activations leave free at this tick, or takes it back: idle copies there are dropped, and
+    /// operators wait until their places are free in fact.
+    pub(super) fn lend(&mut self, bytes: u64) {
+        if bytes > self.window.lent() {
+            let computed = self.transfer.computed();
+            self.window.lend(bytes, computed);
+        } else if bytes < self.window.lent() {
+            let end = self.window.own_end() + bytes;
+            for index in 0..self.chunks.len() {
+                if let Some(chunk) = &self.chunks[index]
+                    && chunk
+                        .idle_copy()
+                        .is_some_and(|copy| copy.span.offset + self.window.rounded(copy.span.bytes) > end)
+                {
+                    let id = chunk.id();
+                    self.drop_copy(id);
+                }
+            }
+            let free = self.window.withdraw(bytes);
+            self.transfer.wait(Stream::Compute, free);
+        }
+    }
+
+    /// Where a copy must end that is there from now until its use at the tick `due`, by the record.
+    pub(super) fn usable_end(&self, chunk: ChunkId, due: u64) -> u64 {
+        let (own, schedule) = (self.window.own_end(), &self.plan.schedules[self.pass.index()]);
+        let (Some(now), Ok(ahead)) = (self.tick, u32::try_from(due - self.clock)) else { return own };
+        if self.window.lent() == 0 {
+            return own;
+        }
+        let at = Tick((now.0 + ahead) % schedule.len() as u32);
+        let Some(used) = schedule.used_at(chunk, at) else { return own };
+        own + schedule.least_spare(now, ahead + used.until.0.saturating_sub(at.0))
+    }
+
+    /// Takes `bytes` of the window before `end` and leaves `reserve` bytes takeable, dropping idle copies that are wanted
     /// later than `before` (`None`: any), the latest first.
-    pub(super) fn make_room(&mut self, bytes: u64, reserve: u64, before: Option<u64>) -> Option<(Span, Fence)> {
+    pub(super) fn make_room(
+        &mut self,
+        bytes: u64,
+        reserve: u64,
+        before: Option<u64>,
+        end: u64,
+    ) -> Option<(Span, Fence)> {
         loop {
-            if self.window.free() >= self.window.rounded(bytes) + reserve
-                && let Some(room) = self.window.take(bytes)
+            if self.window.free(end) >= self.window.rounded(bytes) + reserve
+                && let Some(room) = self.window.take(bytes, end)
             {
                 return Some(room);
             }
@@ -100,7 +143,7 @@ impl StatefulTensorMgr {
                 .chunks
                 .iter()
                 .flatten()
-                .filter_map(|chunk| chunk.idle_copy().map(|copy| (copy.due, chunk.id())))
+                .filter_map(|chunk| Some((chunk.idle_copy().filter(|copy| copy.span.offset < end)?.due, chunk.id())))
                 // A copy that was due in the past was fetched for ticks that never came.
                 .map(|(due, chunk)| (if due < self.clock { u64::MAX } else { due }, chunk))
                 .filter(|(due, _)| before.is_none_or(|before| *due > before))

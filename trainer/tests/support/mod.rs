@@ -13,6 +13,7 @@ use castor_runtime::{
     plan::Budgets,
     policy::{DevicePolicy, PlacementPolicy},
 };
+use castor_trainer::rates::Rates;
 use castor_trainer::{
     activations::Keep,
     blueprint::{Blueprint, Options, formats},
@@ -125,7 +126,7 @@ pub fn engine_of_rank(
     };
     let budgets = Budgets { device: budgets.device + backend.device().overhead_bytes, ..budgets };
     let blueprint = Blueprint::new(options, backend.as_ref());
-    let plan = blueprint.plan(backend.as_ref(), policy, budgets, None).unwrap();
+    let plan = blueprint.plan(backend.as_ref(), &Rates::assumed("cpu"), policy, budgets, None).unwrap();
     let mut engine = Engine::new(backend, &blueprint, plan).unwrap();
     let (weights, _) = HfFolder::open(folder, &engine.options().config).unwrap();
     engine.load(&weights).unwrap();
