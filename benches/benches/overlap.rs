@@ -58,6 +58,7 @@ fn options() -> Options {
         sharding: Sharding { parameters: true, gradients: true, optimizer: true },
         shards: None,
         keep: vec![Keep::All; config.num_hidden_layers as usize],
+        first_keep: Keep::All,
         fused_attention: true,
         deterministic: true,
         logits_bytes: LOGITS_BYTES,

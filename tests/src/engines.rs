@@ -80,6 +80,7 @@ pub fn options(world: u64, dtype: DType, optimizer: Optimizer, tied: bool) -> Op
         sharding: SHARDINGS[3],
         shards: None,
         keep: vec![Keep::All; config.num_hidden_layers as usize],
+        first_keep: Keep::All,
         fused_attention: true,
         deterministic: true,
         logits_bytes: LOGITS_BYTES,

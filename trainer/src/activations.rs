@@ -51,6 +51,8 @@ pub struct Request {
     pub dtype: DType,
     /// Level of each block.
     pub keep: Vec<Keep>,
+    /// In the first of several rounds blocks keep at most this; see [`Activations::first_round`].
+    pub first_keep: Keep,
     /// Bytes of logits that may exist at once. What `wide` has anyway is used too.
     pub logits_bytes: u64,
 }
@@ -178,17 +180,14 @@ impl Activations {
             kept
         });
 
-        // The last block first: what it keeps is wanted last and free first, so that what is spare at a tick is always
-        // the beginning of the span.
-        let mut cursor = Cursor(0);
-        let mut blocks: Vec<u64> =
-            request.keep.iter().rev().map(|&level| cursor.take(kept[level as usize].bytes * micro_batches)).collect();
-        blocks.reverse();
+        let kept_bytes: u64 = request.keep.iter().map(|&level| kept[level as usize].bytes * micro_batches).sum();
+        let blocks = offsets(&request, &kept, kept_bytes);
+        let mut cursor = Cursor(kept_bytes);
 
         let wide = rows(shape.ffn.max(shape.packed()));
         let row = dtype.bytes(shape.vocabulary);
         let logits_rows = logits_rows(request.logits_bytes.max(wide), row, tokens);
-        let worst = request.keep.iter().max().copied().unwrap_or(Keep::All);
+        let worst = request.keep.iter().max().copied().unwrap_or(Keep::All).max(request.first_keep);
         let where_dropped = |from: Keep, bytes: u64| if worst >= from { bytes } else { 0 };
         let shared = Shared {
             pool: cursor.place(rows(shape.hidden).next_multiple_of(ALIGNMENT) * (micro_batches + 1)),
@@ -205,6 +204,19 @@ impl Activations {
             gate_up: cursor.place(where_dropped(Keep::Ffn, rows(2 * shape.ffn))),
         };
         Activations { request, kept, blocks, shared, logits_rows, bytes: cursor.0 }
+    }
+
+    /// The layout of a step's first round in the same span, where blocks keep no more than [`Request::first_keep`]: the
+    /// states that the updates of that round's forward leave behind can stay where activations would be, and go home
+    /// behind its backward.
+    #[must_use]
+    pub fn first_round(&self) -> Activations {
+        let mut request = self.request.clone();
+        for level in &mut request.keep {
+            *level = (*level).max(request.first_keep);
+        }
+        let blocks = offsets(&request, &self.kept, self.shared.pool.offset);
+        Activations { request, blocks, ..self.clone() }
     }
 
     /// Bytes of the whole span.
@@ -369,6 +381,17 @@ impl Activations {
         let dtype = self.request.dtype;
         base.part(offset, dtype.bytes(elements)).view(dtype)
     }
+}
+
+/// Byte offsets of what blocks keep, the last block first, so that it ends at `end`: what the last block keeps is wanted
+/// last and free first, so that what is spare at a tick is always the beginning of the span.
+fn offsets(request: &Request, kept: &[Kept], end: u64) -> Vec<u64> {
+    let mut offset = end;
+    let next = |&level: &Keep| {
+        offset -= kept[level as usize].bytes * request.micro_batches;
+        offset
+    };
+    request.keep.iter().map(next).collect()
 }
 
 /// Rows of logits within `bytes`: whole tiles of 128 where there are several.

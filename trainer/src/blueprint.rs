@@ -52,6 +52,8 @@ pub struct Options {
     pub shards: Option<u32>,
     /// What each block keeps for its backward.
     pub keep: Vec<Keep>,
+    /// What each block keeps at most in the first of several rounds.
+    pub first_keep: Keep,
     /// Whether attention is fused.
     pub fused_attention: bool,
     /// Whether attention's backward gives the same bits every time.
@@ -118,6 +120,7 @@ impl Blueprint {
                 micro_batches: options.round,
                 dtype: options.formats.parameter,
                 keep: options.keep.clone(),
+                first_keep: options.first_keep,
                 logits_bytes: options.logits_bytes,
             },
             backend,
@@ -126,7 +129,12 @@ impl Blueprint {
         let layout = Layout::replicated(groups::specs(&shape), options.formats, options.sharding, world, shards);
         let inputs =
             inputs::Layout::new(&shape, options.sequence, options.batch, options.micro_batches, groups.count(), world);
-        Blueprint { options, model: Model { shape, groups, activations }, layout, inputs }
+        Blueprint {
+            options,
+            model: Model { shape, groups, first_round: activations.first_round(), activations },
+            layout,
+            inputs,
+        }
     }
 
     /// What the run computes with.

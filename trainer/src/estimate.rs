@@ -109,8 +109,8 @@ impl Tick {
 pub struct Costs {
     /// Of a block's forward on one micro-batch.
     forward_s: f64,
-    /// Of each block's backward on one micro-batch.
-    backward_s: Vec<f64>,
+    /// Of a block's backward on one micro-batch, by what was kept.
+    backward_s: [f64; Keep::ALL.len()],
     /// Of the head on one micro-batch.
     head_s: f64,
     /// Of each group: update, and adding to its gradient.
@@ -134,7 +134,7 @@ impl Costs {
         // Reads and writes of two norms and the rotation; of the SwiGLU.
         let (norms, rotation, swiglu) = (4.0 * hidden * element, 2.0 * rotated * element, 3.0 * ffn * element);
         let forward = Work { products: qkv + out + gate_up + down, attention, bytes: norms + rotation + swiglu };
-        let backward = |keep: &Keep| {
+        let backward = |keep: Keep| {
             // The gradients of norms and SwiGLU read twice what the forward reads.
             let bytes = 2.0 * norms + rotation + 2.0 * swiglu;
             let own = Work { products: 2.0 * forward.products, attention: 2.5 * attention, bytes };
@@ -159,31 +159,37 @@ impl Costs {
         };
         Costs {
             forward_s: tokens * forward.seconds(rates),
-            backward_s: options.keep.iter().map(|keep| tokens * backward(keep)).collect(),
+            backward_s: Keep::ALL.map(|keep| tokens * backward(keep)),
             head_s: tokens * head.seconds(rates),
             groups_s: layout.group_ids().map(group).collect(),
         }
     }
 
-    /// Of a tick of `group` on `micros` micro-batches, `added` of which find a gradient to add to.
-    pub fn seconds(&self, tick: Tick, group: GroupId, micros: u64, added: u64) -> f64 {
+    /// Of a tick of `group` on `micros` micro-batches, `added` of which find a gradient to add to, where blocks keep this.
+    pub fn seconds(&self, tick: Tick, group: GroupId, keep: &[Keep], micros: u64, added: u64) -> f64 {
         let (micros, added) = (micros as f64, added as f64);
         let (update_s, add_s) = self.groups_s[group.index()];
         match tick {
             Tick::Embed | Tick::EmbedBackward | Tick::Norm | Tick::Hessian => 0.0,
             Tick::Forward(_) => micros * self.forward_s,
             Tick::Head => micros * self.head_s + added * add_s,
-            Tick::Backward(block) => micros * self.backward_s[block as usize] + added * add_s,
+            Tick::Backward(block) => micros * self.backward_s[keep[block as usize] as usize] + added * add_s,
             Tick::Update => update_s,
         }
     }
 
-    /// Of a whole step of `micros` micro-batches.
-    pub fn step_s(&self, micros: u64) -> f64 {
-        let backward_s: f64 = self.backward_s.iter().sum();
-        let each = self.forward_s * self.backward_s.len() as f64 + backward_s + self.head_s;
+    /// Of a whole step.
+    pub fn step_s(&self, options: &Options) -> f64 {
+        let (micros, round) = (options.micro_batches, options.round.min(options.micro_batches));
+        let first = if round < micros { round } else { 0 };
+        let backward = |level: Keep| self.backward_s[level as usize];
+        let blocks = options.keep.iter().map(|&level| {
+            first as f64 * backward(level.max(options.first_keep)) + (micros - first) as f64 * backward(level)
+        });
+        let forward_s = micros as f64 * (self.forward_s * options.keep.len() as f64 + self.head_s);
         let added = micros.saturating_sub(1) as f64;
-        micros as f64 * each + self.groups_s.iter().map(|(update_s, add_s)| update_s + added * add_s).sum::<f64>()
+        let groups_s = self.groups_s.iter().map(|(update_s, add_s)| update_s + added * add_s).sum::<f64>();
+        forward_s + blocks.sum::<f64>() + groups_s
     }
 }
 

@@ -243,6 +243,7 @@ pub fn options(
         shards: None,
         sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
+        first_keep: Keep::All,
         fused_attention: settings.memory.flash_attention,
         deterministic: settings.backend.deterministic,
         logits_bytes: LOGITS_BYTES,
@@ -294,9 +295,11 @@ pub fn plan(
     let mut candidates: Vec<(f64, Blueprint)> = Vec::new();
     for round in rounds(&options, world) {
         for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
-            let options = Options { round, keep, ..options.clone() };
-            let blueprint = Blueprint::for_world(options, backend, world);
-            candidates.push((blueprint.costs(rates).step_s(blueprint.options().micro_batches), blueprint));
+            for first_keep in first_levels(settings.memory.recompute, &keep, round < options.micro_batches) {
+                let options = Options { round, keep: keep.clone(), first_keep, ..options.clone() };
+                let blueprint = Blueprint::for_world(options, backend, world);
+                candidates.push((blueprint.costs(rates).step_s(blueprint.options()), blueprint));
+            }
         }
     }
     // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
@@ -354,6 +357,12 @@ fn levels(recompute: Recompute, blocks: usize) -> Vec<Vec<Keep>> {
                 .collect()
         }
     }
+}
+
+/// What blocks may keep at most in the first of several rounds: as much as in all, or their input alone.
+fn first_levels(recompute: Recompute, keep: &[Keep], several: bool) -> Vec<Keep> {
+    let less = several && recompute == Recompute::Auto && keep.iter().any(|level| *level != Keep::Block);
+    if less { vec![Keep::All, Keep::Block] } else { vec![Keep::All] }
 }
 
 /// An engine whose weights are still undefined.

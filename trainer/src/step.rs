@@ -39,6 +39,8 @@ pub(crate) struct Model {
     pub shape: Shape,
     pub groups: Groups,
     pub activations: Activations,
+    /// Those of the first of several rounds.
+    pub first_round: Activations,
 }
 
 /// The update of a step that a later pass makes.
@@ -57,6 +59,8 @@ pub(crate) struct Step<'a> {
     inputs: &'a Inputs,
     ops: Arc<dyn Backend>,
     memory: Span,
+    /// Layout of the present round's activations.
+    activations: &'a Activations,
     /// Micro-batches of the present round.
     round: Range<u64>,
     /// In a rehearsal: what ticks cost. Operators are called for the first and last micro-batch of a round alone.
@@ -83,6 +87,7 @@ impl<'a> Step<'a> {
             inputs,
             ops,
             memory,
+            activations: &model.activations,
             round: 0..inputs.sent().len() as u64,
             rehearsed: None,
             part: Part::Only,
@@ -122,6 +127,8 @@ impl<'a> Step<'a> {
         for index in 0..count {
             self.round = index * micros..all.min((index + 1) * micros);
             self.part = Part::of(index, count);
+            let first = index == 0 && count > 1;
+            self.activations = if first { &self.model.first_round } else { &self.model.activations };
             self.forward(due.filter(|_| index == 0))?;
             if let Some(verdict) = verdict.take() {
                 what = Some(verdict()?);
@@ -149,7 +156,7 @@ impl<'a> Step<'a> {
         self.tick(Tick::Embed, Groups::EMBEDDING, Phase::Embed)?;
         let lease = self.weights(Groups::EMBEDDING)?;
         for micro in self.micros() {
-            let out = model.activations.block_input(self.memory, 0, self.place(micro), self.batch(micro));
+            let out = self.activations.block_input(self.memory, 0, self.place(micro), self.batch(micro));
             self.embed(&lease, micro, out);
         }
         self.mgr.release(lease)?;
@@ -161,8 +168,8 @@ impl<'a> Step<'a> {
             let weights = self.block_tensors(&lease, group);
             for micro in self.micros() {
                 let batch = self.batch(micro);
-                let places = model.activations.block(self.memory, block, self.place(micro), batch);
-                let out = model.activations.block_output(self.memory, block, self.place(micro), batch);
+                let places = self.activations.block(self.memory, block, self.place(micro), batch);
+                let out = self.activations.block_output(self.memory, block, self.place(micro), batch);
                 self.block().forward(&weights, &places, out);
             }
             self.mgr.release(lease)?;
@@ -190,7 +197,7 @@ impl<'a> Step<'a> {
             let lease = self.weights(group)?;
             let weights = self.block_tensors(&lease, group);
             for micro in self.micros() {
-                let mut places = model.activations.block(self.memory, 0, 0, self.batch(micro));
+                let mut places = self.activations.block(self.memory, 0, 0, self.batch(micro));
                 places.input = self.hidden(micro);
                 self.block().forward(&weights, &places, places.input);
             }
@@ -309,7 +316,7 @@ impl<'a> Step<'a> {
         }
         for micro in self.micros() {
             let places = self.head_memory(micro);
-            let d_hidden = model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
+            let d_hidden = self.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
             head::forward_backward(
                 self.ops.as_ref(),
                 &model.shape,
@@ -341,8 +348,8 @@ impl<'a> Step<'a> {
         let gradients = self.block_tensors(&gradient, group);
         for micro in self.micros() {
             let batch = self.batch(micro);
-            let places = model.activations.block(self.memory, block, self.place(micro), batch);
-            let d_h = model.activations.d_hidden(self.memory, self.place(micro), batch);
+            let places = self.activations.block(self.memory, block, self.place(micro), batch);
+            let d_h = self.activations.d_hidden(self.memory, self.place(micro), batch);
             self.block().backward(&weights, &places, d_h, &gradients, into(micro));
         }
         self.mgr.release(lease)?;
@@ -358,7 +365,7 @@ impl<'a> Step<'a> {
             None => (self.produce(Groups::EMBEDDING)?, false),
         };
         for micro in self.micros() {
-            let d_out = model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
+            let d_out = self.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
             embedding::backward(
                 self.ops.as_ref(),
                 &model.shape,
@@ -408,12 +415,11 @@ impl<'a> Step<'a> {
 
     fn tick(&mut self, tick: Tick, group: GroupId, phase: Phase) -> Result<()> {
         let micros = self.round.end - self.round.start;
-        let (live, spare) =
-            (self.model.activations.live_bytes(phase, micros), self.model.activations.spare_bytes(phase));
+        let (live, spare) = (self.activations.live_bytes(phase, micros), self.activations.spare_bytes(phase));
         self.mgr.tick(tick.name(), group, castor_runtime::tensor_mgr::Activations { live, spare })?;
         if let Some(costs) = self.rehearsed {
             let added = micros - u64::from(self.part.begins()).min(micros);
-            self.mgr.expect_work(costs.seconds(tick, group, micros, added));
+            self.mgr.expect_work(costs.seconds(tick, group, &self.activations.request().keep, micros, added));
         }
         Ok(())
     }
@@ -487,7 +493,7 @@ impl<'a> Step<'a> {
         Block {
             ops: self.ops.as_ref(),
             shape: &self.model.shape,
-            attention: self.model.activations.request().attention,
+            attention: self.activations.request().attention,
             rope: self.inputs.rope(),
         }
     }
@@ -500,11 +506,11 @@ impl<'a> Step<'a> {
     }
 
     fn head_memory(&self, micro: u64) -> head::Memory {
-        self.model.activations.head(self.memory, self.place(micro), self.batch(micro))
+        self.activations.head(self.memory, self.place(micro), self.batch(micro))
     }
 
     fn hidden(&self, micro: u64) -> View {
-        self.model.activations.hidden(self.memory, self.place(micro), self.batch(micro))
+        self.activations.hidden(self.memory, self.place(micro), self.batch(micro))
     }
 
     /// A micro-batch's number within its round.

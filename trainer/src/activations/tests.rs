@@ -38,6 +38,7 @@ fn small(keep: Vec<Keep>) -> Request {
         micro_batches: 3,
         dtype: DType::Bf16,
         keep,
+        first_keep: Keep::All,
         logits_bytes: 1,
     }
 }
@@ -62,6 +63,7 @@ fn llama_7b(keep: Keep) -> Request {
         micro_batches: 1,
         dtype: DType::Bf16,
         keep: vec![keep; 32],
+        first_keep: Keep::All,
         logits_bytes: LOGITS_BYTES,
     }
 }

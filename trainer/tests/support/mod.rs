@@ -61,6 +61,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         sharding: Sharding { parameters: true, gradients: true, optimizer: true },
         shards: None,
         keep: vec![Keep::All; config.num_hidden_layers as usize],
+        first_keep: Keep::All,
         fused_attention: true,
         deterministic: true,
         logits_bytes: castor_trainer::activations::LOGITS_BYTES,
