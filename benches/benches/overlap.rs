@@ -9,6 +9,7 @@ use castor_kernels::{Backend, DType};
 use castor_runtime::Pass;
 use castor_runtime::layout::Sharding;
 use castor_runtime::plan::Budgets;
+use castor_runtime::plan::Rehearse;
 use castor_runtime::policy::{DevicePolicy, HostPolicy, PlacementPolicy};
 use castor_trainer::activations::{Keep, LOGITS_BYTES};
 use castor_trainer::blueprint::{Blueprint, Options, formats};
@@ -95,7 +96,7 @@ fn run(
     })?);
     let blueprint = Blueprint::new(options(), &*backend);
     let budgets = Budgets { device, host: 2 << 30, ..Budgets::default() };
-    let plan = blueprint.plan(&*backend, &Rates::assumed("cpu"), policy, budgets, lookahead)?;
+    let plan = blueprint.plan(&*backend, &Rates::assumed("cpu"), policy, budgets, lookahead, Rehearse::ToRun)?;
     let mut engine = Engine::new(backend, &blueprint, plan)?;
     engine.load(&RandomWeights::new(&model(), 1))?;
     let tokens = ROWS * SEQUENCE;

@@ -28,6 +28,11 @@ impl Fence {
         self
     }
 
+    /// Number of the mark of `stream` to wait for; 0: none.
+    pub const fn number(self, stream: Stream) -> u64 {
+        self.numbers[stream.index()]
+    }
+
     /// The marks to wait for.
     pub fn marks(self) -> impl Iterator<Item = Mark> {
         Stream::ALL

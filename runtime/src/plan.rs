@@ -87,9 +87,11 @@ impl Prediction {
         if step < self.train.len() { self.train[step] } else { self.train[self.cycle + (step - self.cycle) % period] }
     }
 
-    /// Times of a steady training step, averaged over the steps that repeat.
+    /// Times of a steady training step, averaged over the steps that repeat; without the first, into an empty window,
+    /// where others follow it.
     pub fn steady_time(&self) -> StepTime {
-        StepTime::mean(self.times.get(self.cycle..).unwrap_or_default())
+        let first = self.cycle.max(usize::from(self.times.len() > 1));
+        StepTime::mean(&self.times[first.min(self.times.len())..])
     }
 
     /// Bytes per link of a steady training step, averaged over the steps that repeat.
@@ -108,10 +110,22 @@ impl Prediction {
 }
 
 /// Steps after which a rehearsal stops looking for the point from which steps repeat, and the window is emptied.
-const LONGEST_REHEARSAL: usize = 8;
+const LONGEST_REHEARSAL: usize = 32;
 
 /// Fewer of them where a step is long: beside so many ticks an empty window is soon filled, and rehearsing takes time.
 const REHEARSED_TICKS: usize = 50_000;
+
+/// Steps that are enough to compare plans: the second begins with a window as a step leaves it.
+const COMPARED: usize = 3;
+
+/// How long to rehearse.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Rehearse {
+    /// Until the time of a steady step is known about: to compare plans, not to run one.
+    ToCompare,
+    /// Until every step of a run is known.
+    ToRun,
+}
 
 /// A plan.
 #[derive(Clone, Debug)]
@@ -152,6 +166,7 @@ impl Plan {
         dry: &dyn Fn() -> Arc<dyn Backend>,
         passes: &[Pass],
         rehearse: Rehearsal<'_>,
+        length: Rehearse,
     ) -> Result<Plan> {
         let workspace = dry().workspace_bytes();
         let (mut room, mut all_taken) = ([0; 3], <[Vec<(String, u64)>; 3]>::default());
@@ -202,7 +217,7 @@ impl Plan {
             };
             let mut manager = StatefulTensorMgr::rehearsing(dry(), layout.clone(), plan.clone(), pace)?;
             manager.reserve_driver(driver_bytes);
-            match Self::predict(&mut manager, passes, rehearse) {
+            match Self::predict(&mut manager, passes, rehearse, length) {
                 Ok((predicted, fresh_every)) => {
                     (plan.predicted, plan.fresh_every) = (predicted, fresh_every);
                     return Ok(plan);
@@ -260,10 +275,14 @@ impl Plan {
         manager: &mut StatefulTensorMgr,
         passes: &[Pass],
         rehearse: Rehearsal<'_>,
+        length: Rehearse,
     ) -> Result<(Prediction, Option<u64>)> {
         let (mut train, mut times, mut seen) = (Vec::new(), Vec::new(), Vec::new());
         let ticks = manager.plan().schedules[Pass::Train.index()].len();
-        let longest = (REHEARSED_TICKS / ticks.max(1)).clamp(1, LONGEST_REHEARSAL);
+        let longest = match length {
+            Rehearse::ToCompare => COMPARED,
+            Rehearse::ToRun => (REHEARSED_TICKS / ticks.max(1)).clamp(COMPARED, LONGEST_REHEARSAL),
+        };
         let (cycle, fresh_every) = loop {
             let signature = manager.signature();
             if let Some(step) = seen.iter().position(|earlier| *earlier == signature) {

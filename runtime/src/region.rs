@@ -1,7 +1,7 @@
 //! A region: a fixed part of a tier's arena in which working copies come and go.
 //!
 //! Placement is decided in the order of issue, never by what has completed, so that a rehearsal and the
-//! real run place every byte alike. A hole remembers the [`Fence`] after which its bytes are free in fact;
+//! real run place every byte alike. What came free remembers the [`Fence`] after which it is free in fact;
 //! whoever takes it waits for that fence on the stream that writes first.
 //!
 //! What lies behind its end may be *lent* to it for a while, and withdrawn again once nothing is there.
@@ -9,12 +9,23 @@
 use crate::fence::Fence;
 use castor_kernels::Span;
 
-struct Hole {
+/// Free bytes that came free together. Neighbours make one hole.
+#[derive(Clone, Copy)]
+struct Free {
     offset: u64,
     bytes: u64,
     fence: Fence,
     /// Number of the giving back that made it: the lowest has been free the longest.
     given: u64,
+}
+
+/// Pieces to remember, beyond which the smallest are joined.
+const MOST_PIECES: usize = 128;
+
+impl Free {
+    const fn end(&self) -> u64 {
+        self.offset + self.bytes
+    }
 }
 
 /// A fixed part of an arena.
@@ -23,7 +34,8 @@ pub struct Region {
     /// Bytes behind the span that are lent.
     lent: u64,
     granule: u64,
-    holes: Vec<Hole>,
+    /// By offset.
+    free: Vec<Free>,
     given: u64,
     used: u64,
     peak: u64,
@@ -32,11 +44,11 @@ pub struct Region {
 impl Region {
     /// A region over all of `span`; sizes are rounded up to `granule` bytes.
     pub fn new(span: Span, granule: u64) -> Region {
-        let mut holes = Vec::with_capacity(256);
+        let mut free = Vec::with_capacity(256);
         if span.bytes > 0 {
-            holes.push(Hole { offset: span.offset, bytes: span.bytes, fence: Fence::OPEN, given: 0 });
+            free.push(Free { offset: span.offset, bytes: span.bytes, fence: Fence::OPEN, given: 0 });
         }
-        Region { span, lent: 0, granule, holes, given: 0, used: 0, peak: 0 }
+        Region { span, lent: 0, granule, free, given: 0, used: 0, peak: 0 }
     }
 
     /// Bytes that a request of `bytes` takes.
@@ -44,42 +56,105 @@ impl Region {
         bytes.div_ceil(self.granule) * self.granule
     }
 
-    /// Takes `bytes` that end at `end` or before: behind the region's own end, if that is allowed and there is room, as
-    /// near to `end` as it goes; of the holes that serve, the smallest, the longest free one among equals.
+    /// The holes: index range in `free`, first offset, end.
+    fn holes(&self) -> impl Iterator<Item = (std::ops::Range<usize>, u64, u64)> + '_ {
+        let mut next = 0;
+        std::iter::from_fn(move || {
+            let first = next;
+            let offset = self.free.get(first)?.offset;
+            while next + 1 < self.free.len() && self.free[next].end() == self.free[next + 1].offset {
+                next += 1;
+            }
+            next += 1;
+            Some((first..next, offset, self.free[next - 1].end()))
+        })
+    }
+
+    /// Takes `bytes` that end at `end` or before. What is lent is used first, and where it has been free the longest; of
+    /// the region's own, the smallest hole that serves.
     pub fn take(&mut self, bytes: u64, end: u64) -> Option<(Span, Fence)> {
         let taken = self.rounded(bytes);
-        let own_end = self.span.end();
-        let room = |hole: &Hole| (hole.offset + hole.bytes).min(end).saturating_sub(hole.offset);
-        let lent = |hole: &Hole| (hole.offset + room(hole)).saturating_sub(taken) >= own_end;
-        let best = self
-            .holes
-            .iter()
-            .enumerate()
-            .filter(|(_, hole)| room(hole) >= taken)
-            .min_by_key(|(_, hole)| (!lent(hole), room(hole), hole.given, hole.offset))
-            .map(|(index, _)| index)?;
-        let hole = &mut self.holes[best];
-        let fence = hole.fence;
-        let offset = if lent(hole) { hole.offset + room(hole) - taken } else { hole.offset };
-        self.cut(best, offset, taken);
+        let offset = self.place_in_lent(taken, end).or_else(|| self.place_in_smallest(taken, end))?;
+        let fence = self.cut(offset, taken);
         self.used += taken;
         self.peak = self.peak.max(self.used);
         Some((Span::new(self.span.tier, offset, bytes), fence))
     }
 
-    /// Cuts `bytes` from `offset` on out of a hole.
-    fn cut(&mut self, index: usize, offset: u64, bytes: u64) {
-        let hole = &mut self.holes[index];
-        let (fence, given) = (hole.fence, hole.given);
-        let behind = hole.offset + hole.bytes - (offset + bytes);
-        hole.bytes = offset - hole.offset;
-        let at = if hole.bytes > 0 { index + 1 } else { index };
-        if hole.bytes == 0 {
-            self.holes.remove(index);
+    /// A place whose latest neighbour came free earliest: it begins or ends with something free.
+    fn place_in_lent(&self, taken: u64, end: u64) -> Option<u64> {
+        let (own_end, mut best) = (self.span.end(), None);
+        if end < own_end + taken {
+            return None;
         }
-        if behind > 0 {
-            self.holes.insert(at, Hole { offset: offset + bytes, bytes: behind, fence, given });
+        for (range, offset, hole_end) in self.holes() {
+            let (from, to) = (offset.max(own_end), hole_end.min(end));
+            if from + taken > to {
+                continue;
+            }
+            let pieces = &self.free[range];
+            let starts = pieces.iter().map(|free| free.offset.max(from));
+            let ends = pieces.iter().filter_map(|free| free.end().min(to).checked_sub(taken));
+            for place in starts.chain(ends).filter(|place| *place >= from && place + taken <= to) {
+                let over = pieces.iter().filter(|free| free.offset < place + taken && free.end() > place);
+                let key = (over.map(|free| free.given).max(), std::cmp::Reverse(place));
+                if best.is_none_or(|best| key < best) {
+                    best = Some(key);
+                }
+            }
         }
+        best.map(|(_, place)| place.0)
+    }
+
+    fn place_in_smallest(&self, taken: u64, end: u64) -> Option<u64> {
+        let key = |(range, offset, hole_end): (std::ops::Range<usize>, u64, u64)| {
+            let given = self.free[range].iter().map(|free| free.given).max();
+            (hole_end.min(end).saturating_sub(offset), given, offset)
+        };
+        let smallest = self.holes().map(key).filter(|(room, ..)| *room >= taken).min();
+        smallest.map(|(_, _, offset)| offset)
+    }
+
+    /// Cuts `bytes` from `offset` on out of a hole; when they are free in fact.
+    fn cut(&mut self, offset: u64, bytes: u64) -> Fence {
+        let end = offset + bytes;
+        let first = self.free.partition_point(|free| free.end() <= offset);
+        let last = self.free.partition_point(|free| free.offset < end);
+        let (head, tail) = (self.free[first], self.free[last - 1]);
+        let fence = self.free[first..last].iter().fold(Fence::OPEN, |fence, free| fence.and(free.fence));
+        let before = (head.offset < offset).then_some(Free { bytes: offset - head.offset, ..head });
+        let behind = (tail.end() > end).then_some(Free { offset: end, bytes: tail.end() - end, ..tail });
+        self.free.splice(first..last, before.into_iter().chain(behind));
+        fence
+    }
+
+    /// Gives back what [`Region::take`] gave, free in fact once `fence` is passed.
+    pub fn give(&mut self, span: Span, fence: Fence) {
+        let bytes = self.rounded(span.bytes);
+        self.used -= bytes;
+        self.insert(Span { bytes, ..span }, fence);
+    }
+
+    fn insert(&mut self, span: Span, fence: Fence) {
+        let at = self.free.partition_point(|free| free.offset < span.offset);
+        let apart = at == 0 || self.free[at - 1].end() <= span.offset;
+        assert!(apart && self.free.get(at).is_none_or(|next| span.end() <= next.offset), "given back twice");
+        self.given += 1;
+        self.free.insert(at, Free { offset: span.offset, bytes: span.bytes, fence, given: self.given });
+        while self.free.len() > MOST_PIECES && self.join_smallest() {}
+    }
+
+    /// Joins the smallest piece with the smaller of its neighbours, at the price of one fence for both.
+    fn join_smallest(&mut self) -> bool {
+        let pairs = self.free.windows(2).enumerate().filter(|(_, pair)| pair[0].end() == pair[1].offset);
+        let smallest = pairs.min_by_key(|(_, pair)| (pair[0].bytes.min(pair[1].bytes), pair[0].bytes + pair[1].bytes));
+        let Some((index, _)) = smallest else { return false };
+        let second = self.free.remove(index + 1);
+        let first = &mut self.free[index];
+        first.bytes += second.bytes;
+        first.fence = first.fence.and(second.fence);
+        first.given = first.given.max(second.given);
+        true
     }
 
     /// Lends `bytes` in all behind the region's end, where fewer were lent; the new ones are free in fact once `fence` is
@@ -87,7 +162,7 @@ impl Region {
     pub fn lend(&mut self, bytes: u64, fence: Fence) {
         let more = Span::new(self.span.tier, self.span.end() + self.lent, bytes - self.lent);
         self.lent = bytes;
-        self.merge(more, fence);
+        self.insert(more, fence);
     }
 
     /// Takes back all lent bytes but the first `bytes`, where nothing is any more; they are free in fact after the fence.
@@ -96,20 +171,17 @@ impl Region {
     /// If something is there.
     pub fn withdraw(&mut self, bytes: u64) -> Fence {
         let (from, end) = (self.span.end() + bytes, self.span.end() + self.lent);
-        let last = self.holes.len().checked_sub(1).filter(|last| self.holes[*last].offset <= from);
-        let last = last.expect("nothing is left in what is withdrawn");
-        assert_eq!(self.holes[last].offset + self.holes[last].bytes, end, "nothing is left in what is withdrawn");
-        let fence = self.holes[last].fence;
-        self.cut(last, from, end - from);
+        let left = self.holes().any(|(_, offset, hole_end)| offset <= from && hole_end == end);
+        assert!(left, "something is left in what is withdrawn");
         self.lent = bytes;
-        fence
+        self.cut(from, end - from)
     }
 
     /// Bytes taken of what is lent.
     pub fn lent_used(&self) -> u64 {
         let end = self.span.end();
-        let free = |hole: &Hole| (hole.offset + hole.bytes).saturating_sub(hole.offset.max(end));
-        self.lent - self.holes.iter().map(free).sum::<u64>()
+        let free = |free: &Free| free.end().saturating_sub(free.offset.max(end));
+        self.lent - self.free.iter().map(free).sum::<u64>()
     }
 
     /// Bytes lent.
@@ -122,39 +194,11 @@ impl Region {
         self.span.end()
     }
 
-    /// Gives back what [`Region::take`] gave, free in fact once `fence` is passed.
-    pub fn give(&mut self, span: Span, fence: Fence) {
-        let bytes = self.rounded(span.bytes);
-        self.used -= bytes;
-        self.merge(Span { bytes, ..span }, fence);
-    }
-
-    /// Makes a hole, one with its neighbours.
-    fn merge(&mut self, span: Span, fence: Fence) {
-        let bytes = span.bytes;
-        let at = self.holes.partition_point(|hole| hole.offset < span.offset);
-        let (mut offset, mut end, mut fence) = (span.offset, span.offset + bytes, fence);
-        let mut replaced = at..at;
-        if at > 0 && self.holes[at - 1].offset + self.holes[at - 1].bytes == offset {
-            offset = self.holes[at - 1].offset;
-            fence = fence.and(self.holes[at - 1].fence);
-            replaced.start = at - 1;
-        }
-        if at < self.holes.len() && self.holes[at].offset == end {
-            end += self.holes[at].bytes;
-            fence = fence.and(self.holes[at].fence);
-            replaced.end = at + 1;
-        }
-        assert!(replaced.end == at + 1 || at == self.holes.len() || end <= self.holes[at].offset, "given back twice");
-        self.given += 1;
-        self.holes.splice(replaced, [Hole { offset, bytes: end - offset, fence, given: self.given }]);
-    }
-
-    /// What future placements depend on: the holes, the longest free first.
+    /// What future placements depend on: what is free, the longest first.
     pub fn signature(&self) -> Vec<(u64, u64)> {
-        let mut holes: Vec<_> = self.holes.iter().map(|hole| (hole.given, hole.offset, hole.bytes)).collect();
-        holes.sort_unstable();
-        holes.into_iter().map(|(_, offset, bytes)| (offset, bytes)).collect()
+        let mut free: Vec<_> = self.free.iter().map(|free| (free.given, free.offset, free.bytes)).collect();
+        free.sort_unstable();
+        free.into_iter().map(|(_, offset, bytes)| (offset, bytes)).collect()
     }
 
     /// Bytes taken now.
@@ -174,7 +218,7 @@ impl Region {
 
     /// Bytes not taken before `end`.
     pub fn free(&self, end: u64) -> u64 {
-        self.holes.iter().map(|hole| (hole.offset + hole.bytes).min(end).saturating_sub(hole.offset)).sum()
+        self.free.iter().map(|free| free.end().min(end).saturating_sub(free.offset)).sum()
     }
 }
 
@@ -243,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "nothing is left")]
+    #[should_panic(expected = "something is left")]
     fn what_is_in_use_is_not_withdrawn() {
         let mut region = Region::new(Span::new(Tier::Device, 0, 1024), 256);
         region.lend(1024, Fence::OPEN);

@@ -125,6 +125,8 @@ pub struct Schedule {
     by_chunk: Vec<Vec<(Tick, Access)>>,
     /// Level k holds for each tick the least spare bytes of the 2^k ticks from it on.
     spare: Vec<Vec<u64>>,
+    /// For each tick the spare bytes that are left when they next stop falling.
+    lasting: Vec<u64>,
 }
 
 impl Schedule {
@@ -148,7 +150,19 @@ impl Schedule {
             let both = |index: usize| shorter[index].min(shorter[(index + half) % shorter.len()]);
             spare.push((0..shorter.len()).map(both).collect());
         }
-        Schedule { ticks, by_chunk, spare }
+        let mut lasting = spare[0].clone();
+        for index in (0..2 * ticks.len()).rev().map(|index| index % ticks.len()) {
+            let next = (index + 1) % ticks.len();
+            if ticks[next].spare <= ticks[index].spare {
+                lasting[index] = lasting[next];
+            }
+        }
+        Schedule { ticks, by_chunk, spare, lasting }
+    }
+
+    /// Of the bytes spare at a tick, those that stay so until spare bytes next grow.
+    pub fn lasting_spare(&self, tick: Tick) -> u64 {
+        self.lasting[tick.index()]
     }
 
     /// The least spare bytes of the ticks from `from` to the one `ahead` of it, less than a pass away (cyclic).

@@ -8,7 +8,7 @@ use castor_kernels::link::{Link, LinkOptions};
 use castor_kernels::{Backend, DType, rng};
 use castor_runtime::layout::Sharding;
 use castor_runtime::ledger::Ledger;
-use castor_runtime::plan::{Budgets, Plan};
+use castor_runtime::plan::{Budgets, Plan, Rehearse};
 use castor_runtime::policy::PlacementPolicy;
 use castor_runtime::transfer::Traffic;
 use castor_runtime::{GroupId, Pass};
@@ -192,7 +192,14 @@ impl Setup<'_> {
     pub fn plan(&self) -> castor_runtime::Result<Plan> {
         let backend = backend(self.budgets.device, None);
         let blueprint = Blueprint::for_world(self.options.clone(), &*backend, self.world);
-        blueprint.plan(&*backend, &Rates::assumed("cpu"), self.policy, self.budgets.clone(), self.prefetch)
+        blueprint.plan(
+            &*backend,
+            &Rates::assumed("cpu"),
+            self.policy,
+            self.budgets.clone(),
+            self.prefetch,
+            Rehearse::ToRun,
+        )
     }
 
     /// An engine with random weights on the backend of one rank.
@@ -200,7 +207,7 @@ impl Setup<'_> {
         let backend = backend(self.budgets.device, link);
         let blueprint = Blueprint::new(self.options.clone(), &*backend);
         let plan = blueprint
-            .plan(&*backend, &Rates::assumed("cpu"), self.policy, self.budgets.clone(), self.prefetch)
+            .plan(&*backend, &Rates::assumed("cpu"), self.policy, self.budgets.clone(), self.prefetch, Rehearse::ToRun)
             .expect("it fits");
         let mut engine = Engine::new(backend, &blueprint, plan).expect("memory");
         engine.load(&RandomWeights::new(&self.options.config, 7)).expect("weights");

@@ -5,6 +5,7 @@
 use castor_kernels::{DType, Tier};
 use castor_runtime::GroupId;
 use castor_runtime::plan::Budgets;
+use castor_runtime::plan::Rehearse;
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
 use castor_tests::engines::{ADAMW, MICROS, ROWS, Rows, Run, SHARDINGS, SOPHIA, Setup, options, plenty};
 use castor_trainer::activations::Keep;
@@ -235,7 +236,7 @@ fn the_peak_is_what_the_device_gives() {
         let backend: Arc<dyn Backend> = Arc::new(Cpu::new(options).expect("threads"));
         let blueprint = Blueprint::new(setup.options.clone(), &*backend);
         let plan = blueprint
-            .plan(&*backend, &Rates::assumed("cpu"), setup.policy, setup.budgets.clone(), None)
+            .plan(&*backend, &Rates::assumed("cpu"), setup.policy, setup.budgets.clone(), None, Rehearse::ToRun)
             .expect("it fits");
         Engine::new(backend, &blueprint, plan).is_ok()
     };

@@ -2,14 +2,14 @@
 //! seed, whatever the budgets, prefetch, world and policy, each lease shows the bytes last written (L5, L6),
 //! what the plan predicted is what moves (L4), and a failing copy ends in an error, never in a hang.
 
-use castor_kernels::{DType, Stream, Tier, rng};
+use castor_kernels::{DType, Span, Stream, Tier, rng};
 use castor_runtime::layout::{Formats, GroupSpec, Layout, Sharding, TensorSpec};
-use castor_runtime::plan::{Budgets, Fixed, Plan};
+use castor_runtime::plan::{Budgets, Fixed, Plan, Rehearse};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
 use castor_runtime::schedule::Part;
 use castor_runtime::tensor_mgr::Activations;
 use castor_runtime::timeline::Pace;
-use castor_runtime::{Access, Error, GroupId, Lease, Pass, Result, Role, StatefulTensorMgr};
+use castor_runtime::{Access, Category, Error, GroupId, Lease, Pass, Result, Role, StatefulTensorMgr};
 use castor_tests::simulation::Simulated;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -24,6 +24,8 @@ struct Case {
     world: u32,
     rank: u32,
     tied: bool,
+    /// Bytes that each group keeps from its forward to its backward.
+    kept: Vec<u64>,
     seed: u64,
 }
 
@@ -33,7 +35,7 @@ impl Case {
         let world = [1, 1, 2, 3][draw(0, 4) as usize];
         let stage = draw(1, 4);
         let sharding = Sharding { parameters: stage >= 3, gradients: stage >= 2, optimizer: stage >= 1 };
-        let groups = (0..3 + draw(2, 4))
+        let groups: Vec<GroupSpec> = (0..3 + draw(2, 4))
             .map(|group| GroupSpec {
                 name: format!("group {group}"),
                 tensors: vec![
@@ -42,6 +44,8 @@ impl Case {
                 ],
             })
             .collect();
+        let most = if draw(7, 2) == 0 { 0 } else { 40 };
+        let kept = (0..groups.len() as u64).map(|group| 256 * (draw(30 + group, 1 + most))).collect();
         let split = draw(3, 2) == 0;
         let formats = Formats {
             parameter: DType::Bf16,
@@ -51,7 +55,7 @@ impl Case {
             second: DType::F32,
         };
         let layout = Layout::new(groups, formats, sharding, u64::from(world));
-        Case { layout, world, rank: draw(5, u64::from(world)) as u32, tied: draw(6, 2) == 0, seed }
+        Case { layout, world, rank: draw(5, u64::from(world)) as u32, tied: draw(6, 2) == 0, kept, seed }
     }
 
     fn use_once(
@@ -67,22 +71,39 @@ impl Case {
         manager.release(lease)
     }
 
-    /// A step in the shape of the trainer's: forward, backward, updates. `touch` stands in for the operators.
-    fn step(&self, manager: &mut StatefulTensorMgr, touch: Touch<'_>) -> Result<()> {
+    /// What is in use, and spare, while the first `groups` groups keep something: the last group's place comes first.
+    fn activations(&self, groups: usize) -> Activations {
+        Activations { live: self.kept[..groups].iter().sum(), spare: self.kept[groups..].iter().sum() }
+    }
+
+    /// Where a group keeps something.
+    fn keeps(&self, manager: &StatefulTensorMgr, group: usize) -> Span {
+        manager.fixed(Tier::Device, Category::Activations).part(self.activations(group + 1).spare, self.kept[group])
+    }
+
+    /// A step in the shape of the trainer's: forward, backward, updates. `touch` stands in for the operators on chunks,
+    /// and on `backend` each group finds in its backward what it kept in its forward.
+    fn step(&self, manager: &mut StatefulTensorMgr, backend: Option<&Simulated>, touch: Touch<'_>) -> Result<()> {
         let groups: Vec<GroupId> = self.layout.group_ids().collect();
         manager.begin_pass(Pass::Train);
-        for &group in &groups {
-            manager.tick("forward", group, Activations::default())?;
+        for (index, &group) in groups.iter().enumerate() {
+            manager.tick("forward", group, self.activations(index + 1))?;
             self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
+            if let Some(backend) = backend {
+                backend.fill(self.keeps(manager, index), 240 + index as u8);
+            }
         }
         let mut held = None;
         if self.tied {
-            manager.tick("head", groups[0], Activations::default())?;
+            manager.tick("head", groups[0], self.activations(groups.len()))?;
             self.use_once(manager, touch, groups[0], Role::Parameter, Access::Read)?;
             held = Some(manager.acquire(groups[0].chunk(Role::Gradient), Access::Produce(Part::Only))?);
         }
-        for &group in groups.iter().rev() {
-            manager.tick("backward", group, Activations::default())?;
+        for (index, &group) in groups.iter().enumerate().rev() {
+            manager.tick("backward", group, self.activations(index + 1))?;
+            if let Some(backend) = backend {
+                backend.check(self.keeps(manager, index), 240 + index as u8, format!("what {group:?} kept"));
+            }
             self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
             match held.take_if(|_| group == groups[0]) {
                 Some(lease) => {
@@ -93,11 +114,11 @@ impl Case {
             }
         }
         for &group in &groups {
-            manager.tick("norm", group, Activations::default())?;
+            manager.tick("norm", group, self.activations(0))?;
             self.use_once(manager, touch, group, Role::Gradient, Access::ReadShard)?;
         }
         for &group in &groups {
-            manager.tick("update", group, Activations::default())?;
+            manager.tick("update", group, self.activations(0))?;
             self.use_once(manager, touch, group, Role::Gradient, Access::ReadShard)?;
             for role in [Role::Master, Role::First, Role::Second, Role::Parameter] {
                 self.use_once(manager, touch, group, role, Access::UpdateShard)?;
@@ -156,10 +177,10 @@ fn plan(case: &Case) -> Result<Plan> {
         1 => Some(20_000),
         _ => None,
     };
-    let rehearse = |manager: &mut StatefulTensorMgr, _: Pass| case.step(manager, &mut |_, _, _, _| {});
+    let rehearse = |manager: &mut StatefulTensorMgr, _: Pass| case.step(manager, None, &mut |_, _, _, _| {});
     Plan::make(
         &case.layout,
-        Fixed::default(),
+        Fixed { device: vec![(Category::Activations, case.kept.iter().sum())], host: Vec::new() },
         &*policy(case),
         budgets(case),
         lookahead,
@@ -168,6 +189,7 @@ fn plan(case: &Case) -> Result<Plan> {
         &dry,
         &[Pass::Train],
         &rehearse,
+        Rehearse::ToRun,
     )
 }
 
@@ -202,7 +224,8 @@ fn every_lease_shows_what_was_written_last() {
         let values = RefCell::new(fill_homes(&case, &mut manager).unwrap());
         let mut touch = follow(&backend, &values);
         for step in 0..8 {
-            case.step(&mut manager, &mut touch).unwrap_or_else(|error| panic!("seed {seed}, step {step}: {error}"));
+            case.step(&mut manager, Some(&*backend), &mut touch)
+                .unwrap_or_else(|error| panic!("seed {seed}, step {step}: {error}"));
             assert_eq!(
                 manager.last_traffic(Pass::Train),
                 plan.predicted.step(step),
@@ -243,7 +266,7 @@ fn a_failing_copy_is_an_error_and_never_a_hang() {
         let backend = Arc::new(Simulated::new(seed, case.world, case.rank, Some(failing)));
         let mut manager = StatefulTensorMgr::new(backend, case.layout.clone(), plan).unwrap();
         let outcome = (0..3).try_for_each(|_| {
-            case.step(&mut manager, &mut |_, _, _, _| {})?;
+            case.step(&mut manager, None, &mut |_, _, _, _| {})?;
             manager.settle()
         });
         failed += usize::from(outcome.is_err());
@@ -261,7 +284,7 @@ fn a_pass_in_between_neither_shifts_the_record_nor_leaks_the_window() {
         let values = RefCell::new(fill_homes(&case, &mut manager).unwrap());
         let mut touch = follow(&backend, &values);
         for _ in 0..3 {
-            case.step(&mut manager, &mut touch).unwrap();
+            case.step(&mut manager, Some(&*backend), &mut touch).unwrap();
             manager.begin_pass(Pass::Evaluate);
             for group in case.layout.group_ids() {
                 manager.tick("evaluate", group, Activations::default()).unwrap();
@@ -272,7 +295,7 @@ fn a_pass_in_between_neither_shifts_the_record_nor_leaks_the_window() {
             manager.end_pass().unwrap();
         }
         drop(touch);
-        case.step(&mut manager, &mut |_, _, _, _| {}).unwrap();
+        case.step(&mut manager, None, &mut |_, _, _, _| {}).unwrap();
         assert_eq!(manager.plan().schedules[Pass::Train.index()], plan.schedules[Pass::Train.index()]);
         manager.settle().unwrap();
     }

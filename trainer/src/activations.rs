@@ -267,15 +267,16 @@ impl Activations {
     /// Bytes at the beginning of the span in which nothing is kept at a point of a step: what blocks keep that come
     /// later in the forward, or came before in the backward.
     pub fn spare_bytes(&self, phase: Phase) -> u64 {
-        let last = match phase {
-            // A block's output is the next one's input.
-            Phase::Forward(block) => block + 1,
-            Phase::Backward(block) => block,
+        let last = self.request.shape.blocks - 1;
+        let kept_until = match phase {
             Phase::Embed => 0,
-            Phase::Head => return 0,
+            // A block's output is the next one's input.
+            Phase::Forward(block) => last.min(block + 1),
+            Phase::Head => last,
+            Phase::Backward(block) => block,
             Phase::EmbedBackward | Phase::Update => return self.shared.pool.offset,
         };
-        self.blocks.get(last as usize).copied().unwrap_or(0)
+        self.blocks[kept_until as usize]
     }
 
     /// Where block `block` of micro-batch `micro`, of `batch` rows, keeps and computes. `base` is the span of

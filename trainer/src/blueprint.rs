@@ -26,7 +26,7 @@ use castor_kernels::{
 use castor_runtime::{
     Category, Pass, StatefulTensorMgr,
     layout::{Formats, Layout, Sharding},
-    plan::{Budgets, Fixed, Plan},
+    plan::{Budgets, Fixed, Plan, Rehearse},
     policy::PlacementPolicy,
 };
 use std::sync::Arc;
@@ -231,6 +231,7 @@ impl Blueprint {
         policy: &dyn PlacementPolicy,
         budgets: Budgets,
         lookahead_bytes: Option<u64>,
+        length: Rehearse,
     ) -> castor_runtime::Result<Plan> {
         let device = backend.device();
         let profile = DryProfile {
@@ -253,6 +254,7 @@ impl Blueprint {
             &dry,
             &self.passes(),
             &|manager, pass| self.rehearse(manager, pass, &costs),
+            length,
         )
     }
 

@@ -27,7 +27,7 @@ use castor_kernels::link::{Link, LinkOptions};
 use castor_kernels::{Backend, DType};
 use castor_runtime::layout::Sharding;
 use castor_runtime::limits;
-use castor_runtime::plan::{Budgets, Plan};
+use castor_runtime::plan::{Budgets, Plan, Rehearse};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
 use std::path::Path;
 use std::sync::Arc;
@@ -304,24 +304,35 @@ pub fn plan(
     }
     // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
     candidates.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let (mut best, mut refusal): (Option<(Blueprint, Plan, Estimate)>, _) = (None, None);
+    let plan = |blueprint: &Blueprint, length| {
+        let prefetch = settings.memory.prefetch;
+        blueprint.plan(backend, rates, &*policy, budgets.clone(), prefetch, length).map_err(Error::from)
+    };
+    let (mut fitting, mut refusal): (Vec<(f64, Blueprint)>, _) = (Vec::new(), None);
     for (floor_s, blueprint) in candidates {
-        if best.as_ref().is_some_and(|best| best.2.time.step_s <= floor_s * 1.001) {
+        if fitting.iter().any(|(step_s, _)| *step_s <= floor_s * 1.001) {
             break;
         }
-        match blueprint.plan(backend, rates, &*policy, budgets.clone(), settings.memory.prefetch).map_err(Error::from) {
-            Ok(plan) => {
-                let estimate = Estimate::of(&plan);
-                if best.as_ref().is_none_or(|best| estimate.time.step_s < best.2.time.step_s) {
-                    best = Some((blueprint, plan, estimate));
-                }
-            }
+        match plan(&blueprint, Rehearse::ToCompare) {
+            Ok(plan) => fitting.push((Estimate::of(&plan).time.step_s, blueprint)),
             // The last refusal is that of the plan that computes most again, and so takes the least memory.
             Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
             Err(other) => return Err(other),
         }
     }
-    best.ok_or_else(|| refusal.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())))
+    // A longer rehearsal can find a window too full of holes that a short one found good.
+    fitting.sort_by(|a, b| a.0.total_cmp(&b.0));
+    for (_, blueprint) in fitting {
+        match plan(&blueprint, Rehearse::ToRun) {
+            Ok(plan) => {
+                let estimate = Estimate::of(&plan);
+                return Ok((blueprint, plan, estimate));
+            }
+            Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
+            Err(other) => return Err(other),
+        }
+    }
+    Err(refusal.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())))
 }
 
 /// Numbers of micro-batches that may go through the model together: all of a step's, or fewer, which take less

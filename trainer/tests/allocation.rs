@@ -8,6 +8,7 @@ use castor_kernels::{
     Backend, DType,
     dry::{Dry, DryProfile},
 };
+use castor_runtime::plan::Rehearse;
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy};
 use castor_trainer::rates::Rates;
 use castor_trainer::{
@@ -67,7 +68,8 @@ fn steady_steps_take_nothing_from_the_heap() {
     for (policy, budgets) in policies {
         let dry: Arc<dyn Backend> = Arc::new(Dry::new(1, 0, DryProfile::default()));
         let blueprint = Blueprint::new(options.clone(), dry.as_ref());
-        let plan = blueprint.plan(dry.as_ref(), &Rates::assumed("cpu"), policy, budgets, None).unwrap();
+        let plan =
+            blueprint.plan(dry.as_ref(), &Rates::assumed("cpu"), policy, budgets, None, Rehearse::ToRun).unwrap();
         let mut engine = Engine::new(dry, &blueprint, plan).unwrap();
         engine.manager().end_warm_up();
         let mut step = || {

@@ -8,6 +8,7 @@ use castor_kernels::{
     cpu::{Cpu, CpuOptions},
     link::{Link, LinkOptions},
 };
+use castor_runtime::plan::Rehearse;
 use castor_runtime::{
     GroupId,
     layout::Sharding,
@@ -76,7 +77,7 @@ fn bare(options: Options, policy: &dyn PlacementPolicy, budgets: Budgets, link: 
     let cpu = CpuOptions { device_bytes: Some(budgets.device), threads: Some(1), link, ..CpuOptions::default() };
     let cpu: Arc<dyn Backend> = Arc::new(Cpu::new(cpu).unwrap());
     let blueprint = Blueprint::new(options, cpu.as_ref());
-    let plan = blueprint.plan(cpu.as_ref(), &Rates::assumed("cpu"), policy, budgets, None).unwrap();
+    let plan = blueprint.plan(cpu.as_ref(), &Rates::assumed("cpu"), policy, budgets, None, Rehearse::ToRun).unwrap();
     Engine::new(cpu, &blueprint, plan).unwrap()
 }
 
@@ -220,7 +221,7 @@ fn smallest(options: &Options, nvme: &Path) -> Budgets {
     let blueprint = Blueprint::new(options.clone(), &cpu);
     let budgets = |device: u64, host: u64| Budgets { device, host, nvme: 1 << 30, nvme_folder: Some(nvme.to_owned()) };
     let fits = |device: u64, host: u64| {
-        blueprint.plan(&cpu, &Rates::assumed("cpu"), &AutoPolicy, budgets(device, host), None).is_ok()
+        blueprint.plan(&cpu, &Rates::assumed("cpu"), &AutoPolicy, budgets(device, host), None, Rehearse::ToRun).is_ok()
     };
     let least = |fits: &dyn Fn(u64) -> bool| {
         let (mut low, mut high) = (0, 1 << 30);

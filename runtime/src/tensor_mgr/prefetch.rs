@@ -6,6 +6,7 @@ use crate::fence::Fence;
 use crate::schedule::{Access, Pass, ScheduledTick, in_place};
 use crate::units::{ChunkId, Tick};
 use castor_kernels::{Span, Stream, Tier};
+use std::cmp::Reverse;
 
 impl StatefulTensorMgr {
     /// Issues the fetches of this tick and of those ahead, in the order of use, as far as the look-ahead and the
@@ -112,7 +113,8 @@ impl StatefulTensorMgr {
         }
     }
 
-    /// Where a copy must end that is there from now until its use at the tick `due`, by the record.
+    /// Where a copy must end that is there from now until its use at the tick `due`, by the record; one that then goes
+    /// home takes its time.
     pub(super) fn usable_end(&self, chunk: ChunkId, due: u64) -> u64 {
         let (own, schedule) = (self.window.own_end(), &self.plan.schedules[self.pass.index()]);
         let (Some(now), Ok(ahead)) = (self.tick, u32::try_from(due - self.clock)) else { return own };
@@ -121,11 +123,14 @@ impl StatefulTensorMgr {
         }
         let at = Tick((now.0 + ahead) % schedule.len() as u32);
         let Some(used) = schedule.used_at(chunk, at) else { return own };
-        own + schedule.least_spare(now, ahead + used.until.0.saturating_sub(at.0))
+        let spare = schedule.least_spare(now, ahead + used.until.0.saturating_sub(at.0));
+        let leaves = used.access.writes() && self.chunk(chunk).home.tier != Tier::Device;
+        own + if leaves { spare.min(schedule.lasting_spare(used.until)) } else { spare }
     }
 
     /// Takes `bytes` of the window before `end` and leaves `reserve` bytes takeable, dropping idle copies that are wanted
-    /// later than `before` (`None`: any), the latest first.
+    /// later than `before` (`None`: any): first those that only the next pass wants, the longest home first, for its place
+    /// is free soonest; then the latest.
     pub(super) fn make_room(
         &mut self,
         bytes: u64,
@@ -133,6 +138,8 @@ impl StatefulTensorMgr {
         before: Option<u64>,
         end: u64,
     ) -> Option<(Span, Fence)> {
+        let length = self.plan.schedules[self.pass.index()].len() as u64;
+        let pass_end = self.clock + length.saturating_sub(u64::from(self.tick.map_or(0, |tick| tick.0)));
         loop {
             if self.window.free(end) >= self.window.rounded(bytes) + reserve
                 && let Some(room) = self.window.take(bytes, end)
@@ -143,12 +150,16 @@ impl StatefulTensorMgr {
                 .chunks
                 .iter()
                 .flatten()
-                .filter_map(|chunk| Some((chunk.idle_copy().filter(|copy| copy.span.offset < end)?.due, chunk.id())))
+                .filter_map(|chunk| Some((chunk.id(), chunk.idle_copy().filter(|copy| copy.span.offset < end)?)))
                 // A copy that was due in the past was fetched for ticks that never came.
-                .map(|(due, chunk)| (if due < self.clock { u64::MAX } else { due }, chunk))
-                .filter(|(due, _)| before.is_none_or(|before| *due > before))
-                .max()
-                .map(|(_, chunk)| chunk)?;
+                .map(|(chunk, copy)| (chunk, copy, if copy.due < self.clock { u64::MAX } else { copy.due }))
+                .filter(|(_, _, due)| before.is_none_or(|before| *due > before))
+                .max_by_key(|(chunk, copy, due)| {
+                    let on_its_way = copy.used.number(Stream::DeviceToHost);
+                    let next_pass = (*due >= pass_end).then_some(Reverse(on_its_way));
+                    (next_pass, *due, *chunk)
+                })
+                .map(|(chunk, _, _)| chunk)?;
             self.drop_copy(victim);
         }
     }

@@ -8,6 +8,7 @@ use castor_kernels::{
     cuda::{Cuda, CudaOptions},
     link::{Link, LinkOptions},
 };
+use castor_runtime::plan::Rehearse;
 use castor_runtime::{
     layout::Sharding,
     plan::Budgets,
@@ -127,7 +128,8 @@ pub fn engine_of_rank(
     };
     let budgets = Budgets { device: budgets.device + backend.device().overhead_bytes, ..budgets };
     let blueprint = Blueprint::new(options, backend.as_ref());
-    let plan = blueprint.plan(backend.as_ref(), &Rates::assumed("cpu"), policy, budgets, None).unwrap();
+    let plan =
+        blueprint.plan(backend.as_ref(), &Rates::assumed("cpu"), policy, budgets, None, Rehearse::ToRun).unwrap();
     let mut engine = Engine::new(backend, &blueprint, plan).unwrap();
     let (weights, _) = HfFolder::open(folder, &engine.options().config).unwrap();
     engine.load(&weights).unwrap();
