@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One GPU, issue "planner": everything off the GPU against everything on it, and models beyond it, each with the time
 # that the plan predicts by rates measured in this run.
-# Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b 30b; logs go to $OUT.
+# Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b sweep 30b article; logs go to $OUT.
 set -u
 carried=$1 castor=$1/castor out=${OUT:-/tmp/out}
 . "$(dirname "$0")/common.sh"
@@ -12,8 +12,8 @@ if part article; then LIMIT=60 train article_free --backend cuda --config config
 seven="--backend cuda --config configs/llama2-7b.json --mixed_precision bf16"
 if part free; then LIMIT=60 train 7b_64k_free $seven --batch_size 8 --gradient_accumulation_steps 4 --max_steps 4 --no_deterministic; fi
 if part bits; then
-  LIMIT=60 train bits_device $seven --batch_size 2 --recompute full --max_steps 20 --plugin zero3
-  LIMIT=110 train bits_host $seven --batch_size 2 --recompute full --max_steps 20 --plugin gemini_cpu --device_memory 16GiB
+  LIMIT=60 train bits_device $seven --batch_size 2 --recompute full --max_steps ${BITS:-20} --plugin zero3
+  LIMIT=110 train bits_host $seven --batch_size 2 --recompute full --max_steps ${BITS:-20} --plugin gemini_cpu --device_memory 16GiB
 fi
 if part hidden; then
   LIMIT=60 train 64k_device $seven --batch_size 8 --gradient_accumulation_steps 4 --recompute full --max_steps 4 --plugin zero3
@@ -26,15 +26,13 @@ if part small; then
   LIMIT=80 SOFT=40 STEPS=4 bash "$carried/peers/cases.sh" A-1b3-off 2>&1 | cut -c1-420 | tee -a "$summary"
 fi
 thirteen="--backend cuda --config configs/llama2-13b.json --mixed_precision bf16 --no_deterministic"
-if part 13b; then
-  LIMIT=100 train 13b_64k_4 $thirteen --batch_size 4 --gradient_accumulation_steps 8 --max_steps 3
-fi
-if part 13b_more; then
-  LIMIT=100 train 13b_64k_2 $thirteen --batch_size 2 --gradient_accumulation_steps 16 --max_steps 3
-  LIMIT=100 train 13b_16k $thirteen --batch_size 4 --gradient_accumulation_steps 2 --max_steps 4
-fi
+sweep() { # name, rows of a micro-batch, micro-batches, steps
+  LIMIT=120 train "13b_$1" $thirteen --batch_size "$2" --gradient_accumulation_steps "$3" --max_steps "$4"
+}
+if part 13b; then sweep 64k 4 8 4; fi
+if part sweep; then sweep 8k 4 1 5; sweep 16k 4 2 4; sweep 32k 4 4 4; sweep 128k 4 16 3; sweep 256k 8 16 2; fi
 if part 30b; then
-  LIMIT=${LONG:-330} train 30b_8bit --backend cuda --config configs/castor-30b.json --mixed_precision bf16 --batch_size 4 --gradient_accumulation_steps 16 --max_steps 3 --optimizer_states 8bit --no_deterministic \
+  LIMIT=${LONG:-330} train 30b_8bit --backend cuda --config configs/castor-30b.json --mixed_precision bf16 --batch_size 2 --gradient_accumulation_steps 32 --max_steps 3 --optimizer_states 8bit --no_deterministic \
     --host_memory 120GiB --nvme /tmp --nvme_capacity 20GiB
 fi
 free -g | head -2 | tee -a "$summary"
