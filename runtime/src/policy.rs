@@ -198,7 +198,8 @@ fn window_need(view: &PolicyView<'_>, homes: &[Option<Tier>]) -> u64 {
         } else {
             layout.stored_bytes(chunk)
         };
-        placed_bytes(Tier::Device, bytes)
+        let contribution = if used.access.sums() { layout.full_bytes(chunk) } else { 0 };
+        placed_bytes(Tier::Device, bytes) + placed_bytes(Tier::Device, contribution)
     })
 }
 

@@ -155,6 +155,14 @@ impl Transfer {
         self.collective(fence, |backend| backend.all_reduce(among, view), |traffic| traffic.reduced += view.span.bytes)
     }
 
+    /// Adds `source` to `target` behind the collectives, after `fence`. Nothing crosses a link.
+    ///
+    /// # Errors
+    /// If it cannot be issued.
+    pub fn accumulate(&mut self, source: View, target: View, fence: Fence) -> Result<Fence> {
+        self.collective(fence, |backend| backend.accumulate(source, target), |_| {})
+    }
+
     fn collective(
         &mut self,
         fence: Fence,

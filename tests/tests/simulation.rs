@@ -2,7 +2,7 @@
 //! seed, whatever the budgets, prefetch, world and policy, each lease shows the bytes last written (L5, L6),
 //! what the plan predicted is what moves (L4), and a failing copy ends in an error, never in a hang.
 
-use castor_kernels::{DType, Stream, Tier, rng};
+use castor_kernels::{DType, Stream, Tier, View, rng};
 use castor_runtime::layout::{Formats, GroupSpec, Layout, Sharding, TensorSpec};
 use castor_runtime::plan::{Budgets, Fixed, Plan};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Stands in for the operators on a lease.
-type Touch<'a> = &'a mut dyn FnMut(&Lease, Access, Role, GroupId);
+type Touch<'a> = &'a mut dyn FnMut(View, Access, Role, GroupId);
 
 /// A model of random groups on a random world.
 struct Case {
@@ -22,6 +22,8 @@ struct Case {
     world: u32,
     rank: u32,
     tied: bool,
+    /// Rounds and parts of each, where gradients are summed over the ranks part by part.
+    parts: Option<(u64, u64)>,
     seed: u64,
 }
 
@@ -49,7 +51,9 @@ impl Case {
             second: DType::F32,
         };
         let layout = Layout::new(groups, formats, sharding, u64::from(world));
-        Case { layout, world, rank: draw(5, u64::from(world)) as u32, tied: draw(6, 2) == 0, seed }
+        let summed = sharding.gradients && world > 1 && draw(7, 2) == 0;
+        let parts = summed.then(|| (1 + draw(8, 2), 1 + draw(9, 3)));
+        Case { layout, world, rank: draw(5, u64::from(world)) as u32, tied: draw(6, 2) == 0, parts, seed }
     }
 
     fn use_once(
@@ -61,8 +65,62 @@ impl Case {
         access: Access,
     ) -> Result<()> {
         let lease = manager.acquire(group.chunk(role), access)?;
-        touch(&lease, access, role, group);
+        touch(lease.view(), access, role, group);
         manager.release(lease)
+    }
+
+    /// The parts of a gradient that a round adds.
+    fn sum(
+        &self,
+        manager: &mut StatefulTensorMgr,
+        touch: Touch<'_>,
+        group: GroupId,
+        sum: &mut Lease,
+        begins: bool,
+    ) -> Result<()> {
+        for part in 0..self.parts.map_or(0, |(_, parts)| parts) {
+            let contribution = manager.contribution(sum);
+            let part = if begins && part == 0 { Part::First } else { Part::Middle };
+            touch(contribution.view(), Access::SumShard(part), Role::Gradient, group);
+            manager.contribute(sum, contribution)?;
+        }
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        manager: &mut StatefulTensorMgr,
+        touch: Touch<'_>,
+        groups: &[GroupId],
+        part: Part,
+    ) -> Result<()> {
+        let access = if self.parts.is_some() { Access::SumShard(part) } else { Access::Produce(part) };
+        let mut held = None;
+        if self.tied {
+            manager.tick("head", groups[0])?;
+            self.use_once(manager, touch, groups[0], Role::Parameter, Access::Read)?;
+            let lease = held.insert(manager.acquire(groups[0].chunk(Role::Gradient), access)?);
+            if access.sums() {
+                self.sum(manager, touch, groups[0], lease, part.begins())?;
+            }
+        }
+        for &group in groups.iter().rev() {
+            manager.tick("backward", group)?;
+            self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
+            let again = held.take_if(|_| group == groups[0]);
+            let begins = part.begins() && again.is_none();
+            let mut lease = match again {
+                Some(lease) => lease,
+                None => manager.acquire(group.chunk(Role::Gradient), access)?,
+            };
+            if access.sums() {
+                self.sum(manager, touch, group, &mut lease, begins)?;
+            } else {
+                touch(lease.view(), access, Role::Gradient, group);
+            }
+            manager.release(lease)?;
+        }
+        Ok(())
     }
 
     /// A step in the shape of the trainer's: forward, backward, updates. `touch` stands in for the operators.
@@ -73,22 +131,9 @@ impl Case {
             manager.tick("forward", group)?;
             self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
         }
-        let mut held = None;
-        if self.tied {
-            manager.tick("head", groups[0])?;
-            self.use_once(manager, touch, groups[0], Role::Parameter, Access::Read)?;
-            held = Some(manager.acquire(groups[0].chunk(Role::Gradient), Access::Produce(Part::Only))?);
-        }
-        for &group in groups.iter().rev() {
-            manager.tick("backward", group)?;
-            self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
-            match held.take_if(|_| group == groups[0]) {
-                Some(lease) => {
-                    touch(&lease, Access::Produce(Part::Only), Role::Gradient, group);
-                    manager.release(lease)?;
-                }
-                None => self.use_once(manager, touch, group, Role::Gradient, Access::Produce(Part::Only))?,
-            }
+        let rounds = self.parts.map_or(1, |(rounds, _)| rounds);
+        for round in 0..rounds {
+            self.backward(manager, touch, &groups, Part::of(round, rounds))?;
         }
         for &group in &groups {
             manager.tick("norm", group)?;
@@ -105,22 +150,23 @@ impl Case {
     }
 }
 
-/// Writes a new value wherever an access writes and checks the last one wherever it reads.
+/// Writes a new value wherever an access writes and checks the last one wherever it reads; a part of a sum adds its.
 fn follow<'a>(
     backend: &'a Simulated,
     values: &'a RefCell<HashMap<(GroupId, Role), u8>>,
-) -> impl FnMut(&Lease, Access, Role, GroupId) + 'a {
+) -> impl FnMut(View, Access, Role, GroupId) + 'a {
     let mut next = 0u8;
-    move |lease, access, role, group| {
+    move |view, access, role, group| {
         let mut values = values.borrow_mut();
-        let span = lease.view().span;
-        if access.reads() {
+        let span = view.span;
+        let before = if access.sums() && access.reads() { values[&(group, role)] } else { 0 };
+        if access.reads() && !access.sums() {
             backend.check(span, values[&(group, role)], format!("{access:?} of the {} of {group:?}", role.name()));
         }
         if access.writes() {
             next = next.wrapping_add(1) % 200;
             backend.fill(span, next);
-            values.insert((group, role), next);
+            values.insert((group, role), before.wrapping_add(next));
         }
     }
 }
@@ -263,7 +309,7 @@ fn a_pass_in_between_neither_shifts_the_record_nor_leaks_the_window() {
             for group in case.layout.group_ids() {
                 manager.tick("evaluate", group).unwrap();
                 let lease = manager.acquire(group.chunk(Role::Parameter), Access::Read).unwrap();
-                touch(&lease, Access::Read, Role::Parameter, group);
+                touch(lease.view(), Access::Read, Role::Parameter, group);
                 manager.release(lease).unwrap();
             }
             manager.end_pass().unwrap();

@@ -42,6 +42,9 @@ pub struct Options {
     pub micro_batches: u64,
     /// Micro-batches that go through the model together, at most [`Options::micro_batches`].
     pub round: u64,
+    /// Whether each micro-batch's gradient is summed over the ranks by itself, where gradients are split over them. All
+    /// ranks then take equally many micro-batches a step.
+    pub sync_each_batch: bool,
     /// Element types; the parameter's is the compute type.
     pub formats: Formats,
     /// What is split over the ranks.
@@ -68,6 +71,13 @@ pub struct Options {
     pub seed: u64,
     /// Whether the run evaluates.
     pub evaluates: bool,
+}
+
+impl Options {
+    /// Whether each of `world` ranks keeps a part of the gradients only.
+    pub fn splits_gradients(&self, world: u64) -> bool {
+        self.sharding.gradients && self.shards.map_or(world, u64::from) > 1
+    }
 }
 
 /// Element types of the usual precisions.
@@ -124,7 +134,8 @@ impl Blueprint {
         let layout = Layout::replicated(groups::specs(&shape), options.formats, options.sharding, world, shards);
         let inputs =
             inputs::Layout::new(&shape, options.sequence, options.batch, options.micro_batches, groups.count(), world);
-        Blueprint { options, model: Model { shape, groups, activations }, layout, inputs }
+        let sync_each_batch = options.sync_each_batch && options.splits_gradients(layout.world);
+        Blueprint { options, model: Model { shape, groups, activations, sync_each_batch }, layout, inputs }
     }
 
     /// What the run computes with.

@@ -8,13 +8,15 @@
 //! layer-major: at each tick a block's weights are acquired once and used for all micro-batches of the round. One
 //! round: weights cross the link once per direction and a gradient is final when its tick ends, and a step's
 //! block inputs exist at once. A round per micro-batch: activations of one micro-batch only. The sums are taken in
-//! the same order either way, but for a tied table's gradient, whose two parts the rounds interleave. The square
+//! the same order either way, but for a tied table's gradient, whose two parts the rounds interleave. What a
+//! micro-batch adds to a gradient is summed over the ranks with the others or by itself ([`Gradient`]). The square
 //! sum of a gradient is taken one tick after it was produced, while its reduction has had that tick to finish.
 //! This module decides order and nothing else: which bytes to move for it is the manager's business, what is
 //! computed is the model's.
 
 use crate::{
     activations::{Activations, Phase},
+    gradient::Gradient,
     inputs::Inputs,
     model::{
         Shape,
@@ -38,6 +40,8 @@ pub(crate) struct Model {
     pub shape: Shape,
     pub groups: Groups,
     pub activations: Activations,
+    /// Whether each micro-batch's gradient is summed over the ranks by itself.
+    pub sync_each_batch: bool,
 }
 
 /// The update of a step that a later pass makes.
@@ -65,7 +69,7 @@ pub(crate) struct Step<'a> {
     /// Tokens that the step's rounds before had.
     first_token: u64,
     /// The tied table's gradient, held from the head to the embedding.
-    table_gradient: Option<Lease>,
+    table_gradient: Option<Gradient>,
     /// The group whose gradient was produced last and is not in the norm yet.
     unsquared: Option<GroupId>,
 }
@@ -151,7 +155,7 @@ impl<'a> Step<'a> {
             self.update_due(due, nth(block + ahead), Phase::Forward(block))?;
             self.tick("forward", group, Phase::Forward(block))?;
             let lease = self.weights(group)?;
-            let weights = self.block_tensors(&lease, group);
+            let weights = self.block_tensors(lease.view(), group);
             for micro in self.micros() {
                 let batch = self.batch(micro);
                 let places = model.activations.block(self.memory, block, self.place(micro), batch);
@@ -181,7 +185,7 @@ impl<'a> Step<'a> {
             // One block's places serve all: nothing is kept.
             self.tick("forward", group, Phase::Forward(0))?;
             let lease = self.weights(group)?;
-            let weights = self.block_tensors(&lease, group);
+            let weights = self.block_tensors(lease.view(), group);
             for micro in self.micros() {
                 let mut places = model.activations.block(self.memory, 0, 0, self.batch(micro));
                 places.input = self.hidden(micro);
@@ -192,7 +196,7 @@ impl<'a> Step<'a> {
         let head = model.groups.head();
         self.tick("head", head, Phase::Head)?;
         let (lease, table) = self.head_weights()?;
-        let weights = self.head_tensors(&lease, table.as_ref());
+        let weights = self.head_tensors(lease.view(), table.as_ref().map(Lease::view));
         self.ops.zero(self.inputs.loss());
         for micro in self.micros() {
             let places = self.head_memory(micro);
@@ -291,32 +295,38 @@ impl<'a> Step<'a> {
         let group = model.groups.head();
         self.tick("head", group, Phase::Head)?;
         let (lease, table) = self.head_weights()?;
-        let weights = self.head_tensors(&lease, table.as_ref());
-        let gradient = self.produce(group)?;
-        if model.shape.tied {
-            self.table_gradient = Some(self.produce(Groups::EMBEDDING)?);
-        }
-        let gradients = self.head_tensors(&gradient, self.table_gradient.as_ref());
+        let weights = self.head_tensors(lease.view(), table.as_ref().map(Lease::view));
+        let mut gradient = self.produce(group)?;
+        let mut table_gradient = if model.shape.tied { Some(self.produce(Groups::EMBEDDING)?) } else { None };
         if self.part.begins() {
             self.ops.zero(self.inputs.loss());
         }
-        for micro in self.micros() {
-            let places = self.head_memory(micro);
-            let d_hidden = model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
-            head::forward_backward(
-                self.ops.as_ref(),
-                &model.shape,
-                &weights,
-                self.inputs.targets(micro),
-                &places,
-                head::advanced(what, self.first_token),
-                d_hidden,
-                &gradients,
-                into(micro),
-            );
-            self.ops.sum(places.losses, self.inputs.loss(), Into::Add);
-            self.first_token += places.tokens;
+        for micro in self.round.clone() {
+            let part = gradient.form(self.mgr, into(micro));
+            let table_part = table_gradient.as_ref().map(|table| table.form(self.mgr, into(micro)));
+            if self.computes(micro) {
+                let places = self.head_memory(micro);
+                let d_hidden = model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
+                head::forward_backward(
+                    self.ops.as_ref(),
+                    &model.shape,
+                    &weights,
+                    self.inputs.targets(micro),
+                    &places,
+                    head::advanced(what, self.first_token),
+                    d_hidden,
+                    &self.head_tensors(part.view, table_part.as_ref().map(|part| part.view)),
+                    part.into,
+                );
+                self.ops.sum(places.losses, self.inputs.loss(), Into::Add);
+                self.first_token += places.tokens;
+            }
+            gradient.add(self.mgr, part)?;
+            if let (Some(table), Some(part)) = (&mut table_gradient, table_part) {
+                table.add(self.mgr, part)?;
+            }
         }
+        self.table_gradient = table_gradient;
         self.mgr.release(lease)?;
         if let Some(table) = table {
             self.mgr.release(table)?;
@@ -329,14 +339,17 @@ impl<'a> Step<'a> {
         let group = model.groups.block(block);
         self.tick("backward", group, Phase::Backward(block))?;
         let lease = self.weights(group)?;
-        let gradient = self.produce(group)?;
-        let weights = self.block_tensors(&lease, group);
-        let gradients = self.block_tensors(&gradient, group);
-        for micro in self.micros() {
-            let batch = self.batch(micro);
-            let places = model.activations.block(self.memory, block, self.place(micro), batch);
-            let d_h = model.activations.d_hidden(self.memory, self.place(micro), batch);
-            self.block().backward(&weights, &places, d_h, &gradients, into(micro));
+        let mut gradient = self.produce(group)?;
+        let weights = self.block_tensors(lease.view(), group);
+        for micro in self.round.clone() {
+            let part = gradient.form(self.mgr, into(micro));
+            if self.computes(micro) {
+                let batch = self.batch(micro);
+                let places = model.activations.block(self.memory, block, self.place(micro), batch);
+                let d_h = model.activations.d_hidden(self.memory, self.place(micro), batch);
+                self.block().backward(&weights, &places, d_h, &self.block_tensors(part.view, group), part.into);
+            }
+            gradient.add(self.mgr, part)?;
         }
         self.mgr.release(lease)?;
         self.square_last()?;
@@ -346,20 +359,23 @@ impl<'a> Step<'a> {
     fn embed_backward(&mut self) -> Result<()> {
         let model = self.model;
         self.tick("embed backward", Groups::EMBEDDING, Phase::EmbedBackward)?;
-        let (gradient, tied) = match self.table_gradient.take() {
+        let (mut gradient, tied) = match self.table_gradient.take() {
             Some(gradient) => (gradient, true),
             None => (self.produce(Groups::EMBEDDING)?, false),
         };
-        for micro in self.micros() {
-            let d_out = model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
-            embedding::backward(
-                self.ops.as_ref(),
-                &model.shape,
-                &self.inputs.ids(micro),
-                d_out,
-                self.tensor(&gradient, Groups::EMBEDDING, 0),
-                if tied { Into::Add } else { into(micro) },
-            );
+        for micro in self.round.clone() {
+            let part = gradient.form(self.mgr, if tied { Into::Add } else { into(micro) });
+            if self.computes(micro) {
+                embedding::backward(
+                    self.ops.as_ref(),
+                    &model.shape,
+                    &self.inputs.ids(micro),
+                    model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro)),
+                    self.tensor(part.view, Groups::EMBEDDING, 0),
+                    part.into,
+                );
+            }
+            gradient.add(self.mgr, part)?;
         }
         self.square_last()?;
         self.produced(gradient, Groups::EMBEDDING)
@@ -417,15 +433,15 @@ impl<'a> Step<'a> {
         Ok((lease, table))
     }
 
-    fn tensor(&self, lease: &Lease, group: GroupId, index: usize) -> View {
-        lease.tensor(&self.mgr.layout().group(group).tensors[index])
+    fn tensor(&self, whole: View, group: GroupId, index: usize) -> View {
+        self.mgr.layout().group(group).tensors[index].within(whole)
     }
 
-    fn block_tensors(&self, lease: &Lease, group: GroupId) -> block::Tensors {
-        block::Tensors::of(lease, self.mgr.layout().group(group), &self.model.shape)
+    fn block_tensors(&self, whole: View, group: GroupId) -> block::Tensors {
+        block::Tensors::of(whole, self.mgr.layout().group(group), &self.model.shape)
     }
 
-    fn head_tensors(&self, own: &Lease, table: Option<&Lease>) -> head::Tensors {
+    fn head_tensors(&self, own: View, table: Option<View>) -> head::Tensors {
         let head = self.model.groups.head();
         match table {
             Some(table) => {
@@ -435,17 +451,20 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Acquires a gradient to be produced. Without a micro-batch no operator will write it: it is zero.
-    fn produce(&mut self, group: GroupId) -> Result<Lease> {
-        let lease = self.mgr.acquire(group.chunk(Role::Gradient), Access::Produce(self.part))?;
+    /// Begins a gradient. Without a micro-batch no operator will write it: it is zero.
+    fn produce(&mut self, group: GroupId) -> Result<Gradient> {
+        let chunk = group.chunk(Role::Gradient);
+        let mut gradient = Gradient::begin(self.mgr, chunk, self.part, self.model.sync_each_batch)?;
         if self.round.is_empty() {
-            self.ops.zero(lease.view());
+            let nothing = gradient.form(self.mgr, Into::Replace);
+            self.ops.zero(nothing.view);
+            gradient.add(self.mgr, nothing)?;
         }
-        Ok(lease)
+        Ok(gradient)
     }
 
-    fn produced(&mut self, gradient: Lease, group: GroupId) -> Result<()> {
-        self.mgr.release(gradient)?;
+    fn produced(&mut self, gradient: Gradient, group: GroupId) -> Result<()> {
+        gradient.end(self.mgr)?;
         self.unsquared = self.part.ends().then_some(group);
         Ok(())
     }
@@ -468,7 +487,7 @@ impl<'a> Step<'a> {
     fn embed(&self, lease: &Lease, micro: u64, out: View) {
         let ids = self.inputs.ids(micro);
         let ops = self.ops.as_ref();
-        embedding::forward(ops, &self.model.shape, &ids, self.tensor(lease, Groups::EMBEDDING, 0), out);
+        embedding::forward(ops, &self.model.shape, &ids, self.tensor(lease.view(), Groups::EMBEDDING, 0), out);
     }
 
     fn block(&self) -> Block<'_> {
@@ -485,6 +504,11 @@ impl<'a> Step<'a> {
         let Range { start, end } = self.round;
         let step = if self.rehearsed { (end - start).saturating_sub(1).max(1) } else { 1 };
         self.round.clone().step_by(step as usize)
+    }
+
+    /// Whether `micro` is one of them.
+    const fn computes(&self, micro: u64) -> bool {
+        !self.rehearsed || micro == self.round.start || micro + 1 == self.round.end
     }
 
     fn head_memory(&self, micro: u64) -> head::Memory {

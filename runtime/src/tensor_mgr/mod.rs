@@ -12,11 +12,12 @@
 mod loading;
 mod moves;
 mod prefetch;
+mod sums;
 
 use crate::chunk::Chunk;
 use crate::clock::Times;
 use crate::error::{Error, Result};
-use crate::layout::{Layout, TensorPlace};
+use crate::layout::Layout;
 use crate::ledger::{Category, Ledger};
 use crate::mem_stats::MemStatsCollector;
 use crate::plan::{FILE_GRANULE, GRANULE, Plan, Prediction, placed_bytes};
@@ -26,6 +27,8 @@ use crate::transfer::{Traffic, Transfer};
 use crate::units::{ChunkId, GroupId, Tick};
 use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
 use std::sync::Arc;
+pub use sums::Contribution;
+use sums::Places;
 
 /// The right to use a chunk until it is given to [`StatefulTensorMgr::release`].
 #[must_use = "a lease keeps its chunk in place until it is released"]
@@ -39,6 +42,8 @@ pub struct Lease {
     own: (u64, u64),
     /// Whether this rank's shard counts in the global norm.
     squares: bool,
+    /// Whether anything is in a sum yet.
+    begun: bool,
 }
 
 impl Lease {
@@ -55,11 +60,6 @@ impl Lease {
     /// Number of elements (the view's own count is not exact for 8-bit moments).
     pub const fn elements(&self) -> u64 {
         self.elements
-    }
-
-    /// A tensor of a whole-chunk lease.
-    pub const fn tensor(&self, place: &TensorPlace) -> View {
-        self.view.part(place.offset, place.elements)
     }
 
     /// The part whose squares this rank adds to the global norm: each element belongs to one rank. None where a rank
@@ -85,6 +85,8 @@ pub struct StatefulTensorMgr {
     fixed: Vec<(Tier, Category, Span)>,
     window: Region,
     staging: Region,
+    /// Where parts of sums are formed.
+    sums: Vec<Places>,
     transfer: Transfer,
     ledger: Ledger,
     collector: MemStatsCollector,
@@ -168,6 +170,7 @@ impl StatefulTensorMgr {
             fixed,
             window: Region::new(window, GRANULE),
             staging: Region::new(staging, FILE_GRANULE),
+            sums: Vec::new(),
             ledger,
             collector: MemStatsCollector::default(),
             streamed: Default::default(),
@@ -337,7 +340,12 @@ impl StatefulTensorMgr {
             None => {
                 let schedule = &self.plan.schedules[self.pass.index()];
                 match schedule.ticks.get(tick.index()) {
-                    Some(expected) if expected.name == name && expected.group == group => self.prefetch(tick)?,
+                    Some(expected) if expected.name == name && expected.group == group => {
+                        if !expected.uses.iter().any(|used| used.access.sums()) {
+                            self.give_kept_places();
+                        }
+                        self.prefetch(tick)?;
+                    }
                     _ => self.departures += 1,
                 }
             }
@@ -354,6 +362,7 @@ impl StatefulTensorMgr {
         let tick = self.tick.expect("acquire happens within a pass");
         let partial = matches!(access, Access::Produce(part) if part != Part::Only);
         assert!(!(partial && self.sharded(chunk)), "{chunk:?}: a gradient that is split is produced in one part");
+        assert!(!access.sums() || self.sharded(chunk), "{chunk:?}: only what is split is summed in shards");
         if let Some(ticks) = &mut self.recording {
             let uses = &mut ticks.last_mut().expect("a tick was started").uses;
             uses.push(Use { chunk, access, until: tick });
@@ -367,7 +376,10 @@ impl StatefulTensorMgr {
             if access.writes() {
                 fence = fence.and(state.home_used);
             }
-            self.transfer.wait(Stream::Compute, fence);
+            // Contributions are added on the collective stream, which waits then.
+            if !access.sums() {
+                self.transfer.wait(Stream::Compute, fence);
+            }
             self.part_of(chunk, access, home)
         } else {
             if self.drop_stale_copy(chunk, access) {
@@ -376,7 +388,9 @@ impl StatefulTensorMgr {
             }
             let copy = self.chunk_mut(chunk).lease_copy(access);
             let fence = if access.writes() { copy.ready.and(copy.used) } else { copy.ready };
-            self.transfer.wait(Stream::Compute, fence);
+            if !access.sums() {
+                self.transfer.wait(Stream::Compute, fence);
+            }
             self.part_of(chunk, access, copy.span)
         };
         let (first, elements) = self.range(chunk, access);
@@ -384,9 +398,13 @@ impl StatefulTensorMgr {
             let used = self.layout.group(chunk.group()).used;
             self.backend.zero(view.part(used, elements - used));
         }
+        if access.sums() {
+            self.take_places(chunk)?;
+        }
         self.note_regions();
         let squares = u64::from(self.backend.rank()) < self.layout.shards;
-        Ok(Lease { chunk, access, view, first, elements, own: self.own_range(chunk), squares })
+        let (own, begun) = (self.own_range(chunk), access.reads());
+        Ok(Lease { chunk, access, view, first, elements, own, squares, begun })
     }
 
     /// Takes a lease back: written bytes go home, a gradient is reduced over the ranks.
@@ -394,7 +412,7 @@ impl StatefulTensorMgr {
     /// # Errors
     /// If a move cannot be issued.
     pub fn release(&mut self, lease: Lease) -> Result<()> {
-        let Lease { chunk, access, view, .. } = lease;
+        let Lease { chunk, access, view, begun, .. } = lease;
         let tick = self.tick.expect("release happens within a pass");
         if let Some(ticks) = &mut self.recording {
             let used = ticks.iter_mut().rev().flat_map(|t| t.uses.iter_mut().rev()).find(|used| used.chunk == chunk);
@@ -408,6 +426,11 @@ impl StatefulTensorMgr {
             match access {
                 Access::Produce(part) if part.ends() => {
                     (source, written) = self.reduce(chunk, view, source, written)?
+                }
+                Access::SumShard(_) => {
+                    assert!(begun, "{chunk:?}: a sum of nothing");
+                    written = copy.map_or(self.chunk(chunk).home_ready, |copy| copy.ready);
+                    self.keep_places(chunk);
                 }
                 Access::UpdateShard
                     if self.layout.shards > 1 && !self.sharded(chunk) && self.layout.sharding.optimizer =>
@@ -447,6 +470,7 @@ impl StatefulTensorMgr {
     /// None today; the signature leaves room for checks of queued work.
     pub fn end_pass(&mut self) -> Result<()> {
         let pass = self.pass.index();
+        self.give_kept_places();
         self.tick = None;
         self.pass_traffic[pass] = self.transfer.traffic().since(&self.pass_began);
         self.transfer.times();
@@ -502,8 +526,9 @@ impl StatefulTensorMgr {
                 .flatten()
                 .filter_map(|c| c.copy())
                 .map(|c| self.window.rounded(c.span.bytes))
-                .sum::<u64>(),
-            "L1: the window holds exactly the working copies"
+                .sum::<u64>()
+                + self.place_bytes(),
+            "L1: the window holds exactly the working copies and the places of sums"
         );
         self.ledger.set_live(Tier::Device, Category::Window, self.window.used());
         self.collector.record(self.pass, &self.ledger);

@@ -26,6 +26,7 @@ impl StatefulTensorMgr {
             let ahead = (tick + length - now.index()) % length;
             for index in 0..self.plan.schedules[pass].ticks[tick].uses.len() {
                 let used = self.plan.schedules[pass].ticks[tick].uses[index];
+                to_produce = to_produce.max(self.places_to_come(&used));
                 let Some(bytes) = self.copy_bytes(used.chunk, used.access) else { continue };
                 if !used.access.reads() {
                     to_produce = bytes.max(to_produce);
@@ -71,7 +72,9 @@ impl StatefulTensorMgr {
     /// The ticks of a pass that use a working copy.
     pub(super) fn streamed_ticks(&self, pass: Pass) -> Vec<u32> {
         let ticks = &self.plan.schedules[pass.index()].ticks;
-        let streams = |tick: &ScheduledTick| tick.uses.iter().any(|u| self.copy_bytes(u.chunk, u.access).is_some());
+        let streams = |tick: &ScheduledTick| {
+            tick.uses.iter().any(|used| used.access.sums() || self.copy_bytes(used.chunk, used.access).is_some())
+        };
         (0u32..).zip(ticks).filter(|(_, tick)| streams(tick)).map(|(index, _)| index).collect()
     }
 
@@ -96,7 +99,7 @@ impl StatefulTensorMgr {
             {
                 return Some(room);
             }
-            let victim = self
+            let latest = self
                 .chunks
                 .iter()
                 .flatten()
@@ -105,8 +108,13 @@ impl StatefulTensorMgr {
                 .map(|(due, chunk)| (if due < self.clock { u64::MAX } else { due }, chunk))
                 .filter(|(due, _)| before.is_none_or(|before| *due > before))
                 .max()
-                .map(|(_, chunk)| chunk)?;
-            self.drop_copy(victim);
+                .map(|(_, chunk)| chunk);
+            match latest {
+                Some(victim) => self.drop_copy(victim),
+                // What is wanted now need not wait for more than one part of a sum.
+                None if before.is_none() && self.spare_place() => {}
+                None => return None,
+            }
         }
     }
 }
