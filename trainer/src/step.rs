@@ -14,6 +14,8 @@
 //! This module decides order and nothing else: which bytes to move for it is the manager's business, what is
 //! computed is the model's.
 
+mod update;
+
 use crate::{
     activations::{Activations, Phase},
     gradient::Gradient,
@@ -28,7 +30,7 @@ use crate::{
 };
 use castor_kernels::{
     Backend, Span, Tier, View,
-    ops::{Classify, Into, State, Update},
+    ops::{Classify, Into, Update},
 };
 use castor_runtime::{Access, Category, GroupId, Lease, Part, Pass, Result, Role, StatefulTensorMgr};
 use std::ops::Range;
@@ -241,46 +243,6 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Makes the update of every group at once, for want of a next step.
-    ///
-    /// # Errors
-    /// If the world below refuses.
-    pub fn update(&mut self, due: &Due) -> Result<()> {
-        for group in (0..self.model.groups.count() as u32).map(GroupId) {
-            self.update_due(Some(due), group, Phase::Update)?;
-        }
-        Ok(())
-    }
-
-    fn update_due(&mut self, due: Option<&Due>, group: GroupId, phase: Phase) -> Result<()> {
-        let Some(due) = due else { return Ok(()) };
-        self.tick("update", group, phase)?;
-        self.update_group(group, due.update, due.seed)
-    }
-
-    /// Takes the gradients into every group's Hessian estimate. `tokens` counted in the estimate.
-    ///
-    /// # Errors
-    /// If the world below refuses.
-    pub fn hessian(&mut self, beta2: f32, tokens: f32, inverse_loss_scale: f32) -> Result<()> {
-        for group in (0..self.model.groups.count() as u32).map(GroupId) {
-            self.tick("hessian", group, Phase::Update)?;
-            let gradient = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
-            let hessian = self.mgr.acquire(group.chunk(Role::Second), Access::UpdateShard)?;
-            self.ops.hessian(
-                gradient.view(),
-                hessian.view(),
-                beta2,
-                tokens,
-                inverse_loss_scale,
-                self.inputs.hessian_control(),
-            );
-            self.mgr.release(gradient)?;
-            self.mgr.release(hessian)?;
-        }
-        Ok(())
-    }
-
     /// Ends the pass.
     ///
     /// # Errors
@@ -379,40 +341,6 @@ impl<'a> Step<'a> {
         }
         self.square_last()?;
         self.produced(gradient, Groups::EMBEDDING)
-    }
-
-    fn update_group(&mut self, group: GroupId, update: Update, seed: u64) -> Result<()> {
-        let mut acquire = |role, access| self.mgr.acquire(group.chunk(role), access);
-        let gradient = acquire(Role::Gradient, Access::ReadShard)?;
-        let parameter = acquire(Role::Parameter, Access::UpdateShard)?;
-        let first = acquire(Role::First, Access::UpdateShard)?;
-        let second = acquire(Role::Second, Access::UpdateShard)?;
-        let has_master = self.mgr.layout().formats.master.is_some();
-        let master = if has_master {
-            let chunk = group.chunk(Role::Master);
-            Some(self.mgr.acquire(chunk, Access::UpdateShard)?)
-        } else {
-            None
-        };
-        let laid_out = self.mgr.layout().group(group);
-        let state = State {
-            parameter: parameter.view(),
-            gradient: gradient.view(),
-            master: master.as_ref().map(Lease::view),
-            first: first.view(),
-            second: second.view(),
-            decayed: laid_out.decayed.saturating_sub(parameter.first()).min(parameter.elements()),
-            seed,
-            first_element: laid_out.first_element + parameter.first(),
-        };
-        self.ops.update(update, state, self.inputs.control());
-        self.mgr.release(gradient)?;
-        self.mgr.release(first)?;
-        self.mgr.release(second)?;
-        if let Some(master) = master {
-            self.mgr.release(master)?;
-        }
-        self.mgr.release(parameter)
     }
 
     fn tick(&mut self, name: &'static str, group: GroupId, phase: Phase) -> Result<()> {

@@ -9,6 +9,7 @@
 //! Where the step departs from the record (another pass in between, an unused tensor) the manager fetches
 //! on demand, counts it in [`StatefulTensorMgr::departures`] and leaves the record as it is (L8).
 
+mod lease;
 mod loading;
 mod moves;
 mod prefetch;
@@ -26,48 +27,10 @@ use crate::schedule::{Access, Part, Pass, Schedule, ScheduledTick, Use, in_place
 use crate::transfer::{Traffic, Transfer};
 use crate::units::{ChunkId, GroupId, Tick};
 use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
+pub use lease::Lease;
 use std::sync::Arc;
 pub use sums::Contribution;
 use sums::Places;
-
-/// The right to use a chunk until it is given to [`StatefulTensorMgr::release`].
-#[must_use = "a lease keeps its chunk in place until it is released"]
-#[derive(Debug)]
-pub struct Lease {
-    chunk: ChunkId,
-    access: Access,
-    view: View,
-    first: u64,
-    elements: u64,
-    own: (u64, u64),
-    /// Whether this rank's shard counts in the global norm.
-    squares: bool,
-    /// Whether anything is in a sum yet.
-    begun: bool,
-}
-
-impl Lease {
-    /// All elements of the lease.
-    pub const fn view(&self) -> View {
-        self.view
-    }
-
-    /// Number of the first element within the group.
-    pub const fn first(&self) -> u64 {
-        self.first
-    }
-
-    /// Number of elements (the view's own count is not exact for 8-bit moments).
-    pub const fn elements(&self) -> u64 {
-        self.elements
-    }
-
-    /// The part whose squares this rank adds to the global norm: each element belongs to one rank. None where a rank
-    /// with the same shard adds it.
-    pub fn norm_part(&self) -> Option<View> {
-        self.squares.then(|| self.view.part(self.own.0 - self.first, self.own.1))
-    }
-}
 
 /// See [`StatefulTensorMgr::signature`].
 #[derive(PartialEq, Eq, Debug, Clone)]
