@@ -52,7 +52,7 @@ pub(crate) fn check_accumulate(backend: &'static str, source: View, target: View
     match source.dtype {
         DType::F32 | DType::F16 | DType::Bf16 => Ok(()),
         other => Err(Error::Unsupported {
-            what: format!("a sum of {other:?} in parts"),
+            what: format!("an accumulation of {other:?}"),
             backend,
             instead: "f32, f16 or bf16".into(),
         }),

@@ -243,7 +243,7 @@ fn gradients_of_16_bit_models_may_be_kept_in_f32() {
 /// A sum of two of up to 24 bits each is exact in f64, so what must come is that, rounded once. For 16 bits too: a
 /// rounding to f32 before it moves no result, having more than twice their bits.
 #[test]
-fn a_sum_in_parts_is_rounded_once() {
+fn an_accumulation_is_rounded_once() {
     fn check<T: bytemuck::Pod>(dtype: DType, narrow: fn(f64) -> T, widen: fn(T) -> f64) {
         let bench = Bench::new();
         let of = |seed, scale: f64| normals(seed, 1003).into_iter().map(|x| narrow(f64::from(x) * scale)).collect();

@@ -16,18 +16,18 @@ pub(crate) struct Gradient {
     one_by_one: bool,
 }
 
-/// Where a micro-batch's part of a gradient is formed.
+/// Where what a micro-batch adds to a gradient is formed.
 #[derive(Debug)]
 pub(crate) struct Forming {
     /// The group's gradient, whole.
     pub view: View,
-    /// Whether the part replaces what is there.
+    /// How it gets there.
     pub into: Into,
     apart: Option<Contribution>,
 }
 
 impl Gradient {
-    /// Begins `part` of the gradient in `chunk`.
+    /// Begins a round's `part` of the gradient in `chunk`.
     ///
     /// # Errors
     /// If the manager refuses.
@@ -36,7 +36,7 @@ impl Gradient {
         Ok(Gradient { lease: mgr.acquire(chunk, access)?, one_by_one })
     }
 
-    /// Where the next micro-batch forms its part; `into` is how it gets into a gradient that is formed in place.
+    /// Where the next micro-batch forms what it adds; `into` is how it gets into a gradient that is formed in place.
     pub fn form(&self, mgr: &mut StatefulTensorMgr, into: Into) -> Forming {
         match self.one_by_one.then(|| mgr.contribution(&self.lease)) {
             Some(apart) => Forming { view: apart.view(), into: Into::Replace, apart: Some(apart) },
@@ -44,18 +44,18 @@ impl Gradient {
         }
     }
 
-    /// Takes the part in, once its operators were called.
+    /// Takes in what a micro-batch formed, once its operators were called.
     ///
     /// # Errors
     /// If the manager refuses.
-    pub fn add(&mut self, mgr: &mut StatefulTensorMgr, part: Forming) -> Result<()> {
-        match part.apart {
+    pub fn add(&mut self, mgr: &mut StatefulTensorMgr, formed: Forming) -> Result<()> {
+        match formed.apart {
             Some(apart) => mgr.contribute(&mut self.lease, apart),
             None => Ok(()),
         }
     }
 
-    /// Ends the part of the gradient.
+    /// Ends the round's part of the gradient.
     ///
     /// # Errors
     /// If the manager refuses.

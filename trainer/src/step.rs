@@ -264,8 +264,8 @@ impl<'a> Step<'a> {
             self.ops.zero(self.inputs.loss());
         }
         for micro in self.round.clone() {
-            let part = gradient.form(self.mgr, into(micro));
-            let table_part = table_gradient.as_ref().map(|table| table.form(self.mgr, into(micro)));
+            let own = gradient.form(self.mgr, into(micro));
+            let tables = table_gradient.as_ref().map(|table| table.form(self.mgr, into(micro)));
             if self.computes(micro) {
                 let places = self.head_memory(micro);
                 let d_hidden = model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
@@ -277,15 +277,15 @@ impl<'a> Step<'a> {
                     &places,
                     head::advanced(what, self.first_token),
                     d_hidden,
-                    &self.head_tensors(part.view, table_part.as_ref().map(|part| part.view)),
-                    part.into,
+                    &self.head_tensors(own.view, tables.as_ref().map(|tables| tables.view)),
+                    own.into,
                 );
                 self.ops.sum(places.losses, self.inputs.loss(), Into::Add);
                 self.first_token += places.tokens;
             }
-            gradient.add(self.mgr, part)?;
-            if let (Some(table), Some(part)) = (&mut table_gradient, table_part) {
-                table.add(self.mgr, part)?;
+            gradient.add(self.mgr, own)?;
+            if let (Some(table), Some(formed)) = (&mut table_gradient, tables) {
+                table.add(self.mgr, formed)?;
             }
         }
         self.table_gradient = table_gradient;
@@ -304,14 +304,14 @@ impl<'a> Step<'a> {
         let mut gradient = self.produce(group)?;
         let weights = self.block_tensors(lease.view(), group);
         for micro in self.round.clone() {
-            let part = gradient.form(self.mgr, into(micro));
+            let own = gradient.form(self.mgr, into(micro));
             if self.computes(micro) {
                 let batch = self.batch(micro);
                 let places = model.activations.block(self.memory, block, self.place(micro), batch);
                 let d_h = model.activations.d_hidden(self.memory, self.place(micro), batch);
-                self.block().backward(&weights, &places, d_h, &self.block_tensors(part.view, group), part.into);
+                self.block().backward(&weights, &places, d_h, &self.block_tensors(own.view, group), own.into);
             }
-            gradient.add(self.mgr, part)?;
+            gradient.add(self.mgr, own)?;
         }
         self.mgr.release(lease)?;
         self.square_last()?;
@@ -326,18 +326,18 @@ impl<'a> Step<'a> {
             None => (self.produce(Groups::EMBEDDING)?, false),
         };
         for micro in self.round.clone() {
-            let part = gradient.form(self.mgr, if tied { Into::Add } else { into(micro) });
+            let own = gradient.form(self.mgr, if tied { Into::Add } else { into(micro) });
             if self.computes(micro) {
                 embedding::backward(
                     self.ops.as_ref(),
                     &model.shape,
                     &self.inputs.ids(micro),
                     model.activations.d_hidden(self.memory, self.place(micro), self.batch(micro)),
-                    self.tensor(part.view, Groups::EMBEDDING, 0),
-                    part.into,
+                    self.tensor(own.view, Groups::EMBEDDING, 0),
+                    own.into,
                 );
             }
-            gradient.add(self.mgr, part)?;
+            gradient.add(self.mgr, own)?;
         }
         self.square_last()?;
         self.produced(gradient, Groups::EMBEDDING)

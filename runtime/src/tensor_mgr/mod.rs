@@ -1,7 +1,8 @@
 //! `StatefulTensorMgr`: owns every chunk's state and carries the plan out.
 //!
 //! The step calls three verbs: [`StatefulTensorMgr::tick`] starts a tick and lets prefetch run ahead by
-//! the plan, [`StatefulTensorMgr::acquire`] gives a lease, [`StatefulTensorMgr::release`] takes it back.
+//! the plan, [`StatefulTensorMgr::acquire`] gives a lease, [`StatefulTensorMgr::release`] takes it back. Under a lease
+//! on a sum, [`StatefulTensorMgr::contribution`] and [`StatefulTensorMgr::contribute`] add to it.
 //! All decisions (what to fetch, where to put it, what to drop) are made in the order of these calls and
 //! from the recorded schedule, never from what has completed: a rehearsal on the dry backend decides the
 //! same, every rank decides the same, and what the plan predicted is what happens.

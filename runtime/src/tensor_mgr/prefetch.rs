@@ -111,7 +111,7 @@ impl StatefulTensorMgr {
                 .map(|(_, chunk)| chunk);
             match latest {
                 Some(victim) => self.drop_copy(victim),
-                // What is wanted now need not wait for more than one part of a sum.
+                // What is wanted now takes a second place from sums.
                 None if before.is_none() && self.spare_place() => {}
                 None => return None,
             }

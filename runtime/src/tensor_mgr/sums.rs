@@ -1,9 +1,10 @@
-//! Sums in parts: a gradient of which this rank keeps a shard, reduced over the ranks once for each part of it.
+//! Sums of contributions: a gradient of which this rank keeps a shard, reduced over the ranks once for each of them.
 //!
-//! A lease for [`crate::Access::SumShard`] has *places* in the window, in which operators form the parts one after the other.
-//! With two places a part is reduced and added, on the collective stream, while the next one is computed; with one,
-//! the next waits. Places are taken and given back with leases and never with parts, so that what is decided does not
-//! depend on how many parts there are. They are kept from one such lease to the next of the same size.
+//! A lease for [`crate::Access::SumShard`] has *places* in the window, in which operators form contributions one after
+//! the other. With two places one is reduced and added, on the collective stream, while the next is computed; with one
+//! place the next waits. Places are taken and given back with leases and never with contributions, so that what is
+//! decided does not depend on how many of them there are. They are kept from one such lease to the next of the same
+//! size.
 
 use super::{Lease, StatefulTensorMgr};
 use crate::error::Result;
@@ -12,8 +13,8 @@ use crate::schedule::Use;
 use crate::units::{ChunkId, Role};
 use castor_kernels::{Span, Stream, View};
 
-/// A part of a sum, being formed: give it to [`StatefulTensorMgr::contribute`].
-#[must_use = "a part counts once it is contributed"]
+/// What is to be added to a sum, being formed: give it to [`StatefulTensorMgr::contribute`].
+#[must_use = "it counts once it is contributed"]
 #[derive(Debug)]
 pub struct Contribution {
     view: View,
@@ -26,9 +27,9 @@ impl Contribution {
     }
 }
 
-/// Where the parts of one chunk are formed.
+/// Where the contributions to one chunk are formed.
 pub(super) struct Places {
-    /// Whose parts; none: kept for the next lease.
+    /// Which chunk; none: kept for the next lease.
     chunk: Option<ChunkId>,
     /// Bytes of each.
     bytes: u64,
@@ -36,12 +37,12 @@ pub(super) struct Places {
     places: [(Span, Fence); 2],
     /// How many of them there are.
     count: usize,
-    /// The one for the next part.
+    /// The one for the next contribution.
     next: usize,
 }
 
 impl StatefulTensorMgr {
-    /// Room for a part of the sum that `sum` is a lease on, [`crate::Access::SumShard`].
+    /// Room for a contribution to what `sum` is a lease on, [`crate::Access::SumShard`].
     ///
     /// # Panics
     /// If the lease is for another access.
@@ -56,23 +57,23 @@ impl StatefulTensorMgr {
         Contribution { view }
     }
 
-    /// Adds `part` to what `sum` is a lease on: reduces it over the ranks, then adds this rank's shard of it, or, if
-    /// it is the first, replaces what is there.
+    /// Adds `contribution` to what `sum` is a lease on: reduces it over the ranks, then adds this rank's shard of it, or,
+    /// if nothing is in the sum yet, leaves it there.
     ///
     /// # Errors
     /// If a move cannot be issued.
-    pub fn contribute(&mut self, sum: &mut Lease, part: Contribution) -> Result<()> {
-        let (chunk, view) = (sum.chunk, sum.view);
+    pub fn contribute(&mut self, sum: &mut Lease, contribution: Contribution) -> Result<()> {
+        let (chunk, view, whole) = (sum.chunk, sum.view, contribution.view);
         let (first, count) = self.own_range(chunk);
         let computed = self.transfer.computed();
         let free = self.chunk(chunk).leased_free();
         let done = if sum.begun {
-            let own = part.view.part(first, count);
-            let reduced = self.transfer.reduce_scatter(part.view, own, computed)?;
+            let own = whole.part(first, count);
+            let reduced = self.transfer.reduce_scatter(whole, own, computed)?;
             let reduced = self.sum_replicas(own, reduced)?;
             self.transfer.accumulate(own, view, reduced.and(free))?
         } else {
-            let reduced = self.transfer.reduce_scatter(part.view, view, computed.and(free))?;
+            let reduced = self.transfer.reduce_scatter(whole, view, computed.and(free))?;
             self.sum_replicas(view, reduced)?
         };
         sum.begun = true;
@@ -85,7 +86,7 @@ impl StatefulTensorMgr {
 
     fn places_of(&mut self, chunk: ChunkId) -> &mut Places {
         let found = self.sums.iter_mut().find(|places| places.chunk == Some(chunk));
-        found.unwrap_or_else(|| panic!("{chunk:?}: parts are summed under a lease for SumShard"))
+        found.unwrap_or_else(|| panic!("{chunk:?}: contributions need a lease for SumShard"))
     }
 
     /// Takes the places of a lease that begins.
