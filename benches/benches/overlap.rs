@@ -55,6 +55,7 @@ fn options() -> Options {
         sequence: SEQUENCE,
         micro_batches: 1,
         round: 1,
+        sync_each_batch: false,
         formats: formats(DType::F32, DType::F32, DType::F32),
         sharding: Sharding { parameters: true, gradients: true, optimizer: true },
         shards: None,

@@ -51,3 +51,18 @@ extern "C" __global__ __launch_bounds__(1024) void square_total(const double* __
     own = block_sum(own, slots);
     if (threadIdx.x == 0) slot[0] = own;
 }
+
+// target[i] = target[i] + source[i] in f32, rounded once.
+extern "C" __global__ __launch_bounds__(256) void accumulate(const Real* __restrict__ source,
+                                                             Real* __restrict__ target, u64 eights, u64 count) {
+    const u64 step = (u64)gridDim.x * blockDim.x;
+    const u64 start = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    for (u64 i = start; i < eights; i += step) {
+        const Eight a = load8(source + i * 8);
+        Eight sum = load8(target + i * 8);
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum.v[e] += a.v[e];
+        store8(target + i * 8, sum);
+    }
+    for (u64 j = eights * 8 + start; j < count; j += step) target[j] = narrow<Real>(widen(target[j]) + widen(source[j]));
+}

@@ -134,6 +134,13 @@ pub trait Collectives {
     /// If a peer is gone.
     fn all_reduce(&self, among: Among, view: View) -> Result<()>;
 
+    /// `target[i] = target[i] + source[i]` on this rank alone, in f32, rounded once to nearest even: for a sum of
+    /// several reductions. Both on the device, of one type and length, and apart.
+    ///
+    /// # Errors
+    /// If the type has no sums.
+    fn accumulate(&self, source: View, target: View) -> Result<()>;
+
     /// Control plane: every rank's `message`, in rank order. Blocks; not on a stream.
     ///
     /// # Errors

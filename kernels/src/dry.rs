@@ -298,6 +298,17 @@ impl Collectives for Dry {
         Ok(())
     }
 
+    fn accumulate(&self, source: View, target: View) -> Result<()> {
+        route::check_accumulate("dry", source, target)?;
+        self.check(source.span);
+        self.check(target.span);
+        self.count(|c| {
+            c.operators_count += 1;
+            c.memory_bound_bytes += source.span.bytes + 2 * target.span.bytes;
+        });
+        Ok(())
+    }
+
     fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.count(|c| {
             c.collectives_count += 1;

@@ -1,7 +1,7 @@
 //! The laws of copies and collectives that every backend holds its callers to.
 
 use crate::block_io::BLOCK_BYTES;
-use crate::{Error, Result, Span, Stream, Tier, View};
+use crate::{DType, Error, Result, Span, Stream, Tier, View};
 
 /// Checks that `source` may be copied to `target` on `stream`.
 ///
@@ -33,6 +33,30 @@ pub(crate) fn check_copy(backend: &'static str, stream: Stream, source: Span, ta
         assert!(!file || whole, "{span:?} is not in whole blocks of {BLOCK_BYTES} bytes");
     }
     Ok(())
+}
+
+/// Checks two views of which one is added to the other.
+///
+/// # Errors
+/// [`Error::Unsupported`] if no rank computes in their type.
+///
+/// # Panics
+/// If they differ in type or length, overlap, or are not on the device.
+#[track_caller]
+pub(crate) fn check_accumulate(backend: &'static str, source: View, target: View) -> Result<()> {
+    let alike = source.dtype == target.dtype && source.span.bytes == target.span.bytes;
+    assert!(alike, "{source:?} and {target:?} differ in type or length");
+    assert!(!source.span.overlaps(target.span), "{source:?} overlaps {target:?}");
+    let there = source.span.tier == Tier::Device && target.span.tier == Tier::Device;
+    assert!(there, "{source:?} and {target:?} are not both on the device");
+    match source.dtype {
+        DType::F32 | DType::F16 | DType::Bf16 => Ok(()),
+        other => Err(Error::Unsupported {
+            what: format!("an accumulation of {other:?}"),
+            backend,
+            instead: "f32, f16 or bf16".into(),
+        }),
+    }
 }
 
 /// Checks shard number `own` against the whole of `shards`, and gives its part of the whole.

@@ -3,8 +3,8 @@
 use castor_kernels::cpu::{Cpu, CpuOptions, truth};
 use castor_kernels::ops::{AdamW, Attention, Classify, IGNORED, Into, Linear, State, Update, control};
 use castor_kernels::rng::normal;
-use castor_kernels::{DType, Memory, Operators, Order, Result, Span, Stream, Tier, View};
-use half::bf16;
+use castor_kernels::{Collectives, DType, Memory, Operators, Order, Result, Span, Stream, Tier, View};
+use half::{bf16, f16};
 use std::cell::Cell;
 
 const BYTES: u64 = 1 << 20;
@@ -238,4 +238,29 @@ fn gradients_of_16_bit_models_may_be_kept_in_f32() {
     let truth = truth::linear_backward_weight(&wide(&d_y), &wide(&x), 5, 4);
     let truth: Vec<f64> = truth.iter().zip(&before).map(|(t, b)| t + *b as f64).collect();
     assert_close(&bench.get(d_w), &truth);
+}
+
+/// A sum of two of up to 24 bits each is exact in f64, so what must come is that, rounded once. For 16 bits too: a
+/// rounding to f32 before it moves no result, having more than twice their bits.
+#[test]
+fn an_accumulation_is_rounded_once() {
+    fn check<T: bytemuck::Pod>(dtype: DType, narrow: fn(f64) -> T, widen: fn(T) -> f64) {
+        let bench = Bench::new();
+        let of = |seed, scale: f64| normals(seed, 1003).into_iter().map(|x| narrow(f64::from(x) * scale)).collect();
+        let (source, before): (Vec<T>, Vec<T>) = (of(1, 1.0), of(2, 40.0));
+        let (from, target) = (bench.put(dtype, &source), bench.put(dtype, &before));
+        bench.cpu.accumulate(from, target).expect("a type with sums");
+        let truth: Vec<T> = source.iter().zip(&before).map(|(s, b)| narrow(widen(*s) + widen(*b))).collect();
+        assert!(
+            bytemuck::cast_slice::<T, u8>(&bench.get::<T>(target)) == bytemuck::cast_slice::<T, u8>(&truth),
+            "{dtype:?}"
+        );
+        assert!(
+            bytemuck::cast_slice::<T, u8>(&bench.get::<T>(from)) == bytemuck::cast_slice::<T, u8>(&source),
+            "{dtype:?}"
+        );
+    }
+    check(DType::F32, |x| x as f32, f64::from);
+    check(DType::F16, f16::from_f64, f16::to_f64);
+    check(DType::Bf16, bf16::from_f64, bf16::to_f64);
 }

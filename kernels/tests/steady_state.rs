@@ -43,6 +43,7 @@ fn round(cpu: &Cpu) {
     let own = full.part(full.elements() / 2 * u64::from(cpu.rank()), full.elements() / 2);
     cpu.reduce_scatter(full, own).expect("reduce-scatter");
     cpu.all_gather(own, full).expect("all-gather");
+    cpu.accumulate(full.part(0, 64), full.part(64, 64)).expect("a sum");
     cpu.all_reduce(Among::All, full.part(0, 64)).expect("all-reduce");
     follow(Stream::DeviceToHost, cpu.mark(Stream::Collective));
     cpu.copy(Stream::DeviceToHost, at(Tier::Device, 0), at(Tier::Host, 1)).expect("copy");

@@ -125,6 +125,24 @@ impl Chunk {
         }
     }
 
+    /// When what is leased may be written: its bytes are there, and nobody reads them any more.
+    pub fn leased_free(&self) -> Fence {
+        match &self.state {
+            State::Leased { copy: Some(copy), .. } => copy.ready.and(copy.used),
+            State::Leased { copy: None, .. } => self.home_ready.and(self.home_used),
+            _ => self.illegal("write"),
+        }
+    }
+
+    /// What is leased has new bytes once `fence` is passed.
+    pub fn written(&mut self, fence: Fence) {
+        match &mut self.state {
+            State::Leased { copy: Some(copy), .. } => copy.ready = fence,
+            State::Leased { copy: None, .. } => self.home_ready = fence,
+            _ => self.illegal("write"),
+        }
+    }
+
     /// The lease ends. A copy, if there was one, stays as an idle copy; `written` says when new bytes are there.
     ///
     /// # Panics

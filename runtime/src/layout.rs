@@ -5,7 +5,7 @@
 //! 16-byte loads and holds whole blocks of 8-bit moments.
 
 use crate::units::{ChunkId, GroupId, Role};
-use castor_kernels::{DType, memory::Q8_BLOCK};
+use castor_kernels::{DType, View, memory::Q8_BLOCK};
 use serde::{Deserialize, Serialize};
 
 /// Elements to which each shard of a group is padded.
@@ -42,6 +42,13 @@ pub struct TensorPlace {
     pub offset: u64,
     /// Number of elements.
     pub elements: u64,
+}
+
+impl TensorPlace {
+    /// The tensor in its group's elements.
+    pub const fn within(&self, group: View) -> View {
+        group.part(self.offset, self.elements)
+    }
 }
 
 /// A laid-out group.

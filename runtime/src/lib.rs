@@ -25,5 +25,5 @@ pub mod units;
 pub use error::{Error, Result};
 pub use ledger::Category;
 pub use schedule::{Access, Part, Pass};
-pub use tensor_mgr::{Lease, StatefulTensorMgr};
+pub use tensor_mgr::{Contribution, Lease, StatefulTensorMgr};
 pub use units::{Bytes, ChunkId, GroupId, Role, Tick};

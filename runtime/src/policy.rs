@@ -198,7 +198,8 @@ fn window_need(view: &PolicyView<'_>, homes: &[Option<Tier>]) -> u64 {
         } else {
             layout.stored_bytes(chunk)
         };
-        placed_bytes(Tier::Device, bytes)
+        let contribution = if used.access.sums() { layout.full_bytes(chunk) } else { 0 };
+        placed_bytes(Tier::Device, bytes) + placed_bytes(Tier::Device, contribution)
     })
 }
 
@@ -233,7 +234,14 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
         staging_bytes = 3 * largest;
         let mut excess = (host + staging_bytes).saturating_sub(view.room[1]);
         let mut nvme = 0;
-        for chunk in by_value(view).into_iter().rev() {
+        // The coldest, and of those what the beginning of a step wants: the window can take that in while the step before
+        // computes, so that the disk has all the backward for it.
+        let mut coldest: Vec<ChunkId> = layout.chunk_ids().collect();
+        coldest.sort_by_key(|&chunk| {
+            let (into, out) = view.schedule.crossings(chunk);
+            (into + out, chunk.group(), chunk)
+        });
+        for chunk in coldest {
             if excess == 0 {
                 break;
             }

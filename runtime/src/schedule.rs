@@ -67,8 +67,12 @@ pub enum Access {
     /// The whole chunk, read only, on the device (gathered if it is sharded).
     Read,
     /// The whole gradient: undefined where the part begins it, else what is there so far. On release it goes home,
-    /// reduced over the ranks where the part ends it. A gradient that is split over ranks is produced in one part.
+    /// reduced over the ranks where the part ends it. A gradient that is split over ranks is produced in one part, or
+    /// summed.
     Produce(Part),
+    /// This rank's shard of a gradient that is split over ranks: undefined where the part begins it, else what is there
+    /// so far. Contributions are reduced over the ranks and added to it one by one; on release it goes home.
+    SumShard(Part),
     /// What this rank updates of a chunk, read only.
     ReadShard,
     /// What this rank updates of a chunk, read and written; on release it goes home.
@@ -78,12 +82,17 @@ pub enum Access {
 impl Access {
     /// Whether the chunk's bytes are wanted (not only room for them).
     pub const fn reads(self) -> bool {
-        !matches!(self, Access::Produce(part) if part.begins())
+        !matches!(self, Access::Produce(part) | Access::SumShard(part) if part.begins())
     }
 
     /// Whether the chunk's bytes change.
     pub const fn writes(self) -> bool {
-        matches!(self, Access::Produce(_) | Access::UpdateShard)
+        matches!(self, Access::Produce(_) | Access::SumShard(_) | Access::UpdateShard)
+    }
+
+    /// Whether whole contributions are formed beside what is leased.
+    pub const fn sums(self) -> bool {
+        matches!(self, Access::SumShard(_))
     }
 
     /// Whether the whole chunk is wanted.

@@ -171,6 +171,14 @@ impl Transfer {
         self.collective(fence, view.span.bytes, |backend| backend.all_reduce(among, view))
     }
 
+    /// Adds `source` to `target` behind the collectives, after `fence`. Nothing crosses a link.
+    ///
+    /// # Errors
+    /// If it cannot be issued.
+    pub fn accumulate(&mut self, source: View, target: View, fence: Fence) -> Result<Fence> {
+        self.collective(fence, 0, |backend| backend.accumulate(source, target))
+    }
+
     fn collective(
         &mut self,
         fence: Fence,

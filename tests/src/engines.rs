@@ -76,6 +76,7 @@ pub fn options(world: u64, dtype: DType, optimizer: Optimizer, tied: bool) -> Op
         sequence: SEQUENCE,
         micro_batches: MICROS,
         round: MICROS,
+        sync_each_batch: false,
         formats: formats(dtype, DType::F32, DType::F32),
         sharding: SHARDINGS[3],
         shards: None,

@@ -19,6 +19,7 @@ enum Command {
     Check(Span, u8, String),
     Gather(Span, Span),
     Scatter(Span, Span),
+    Add(Span, Span),
 }
 
 #[derive(Default)]
@@ -117,6 +118,11 @@ impl Inside {
             Command::Scatter(own, shard) => {
                 let bytes = self.bytes(own).to_vec();
                 self.bytes(shard).copy_from_slice(&bytes);
+            }
+            Command::Add(source, target) => {
+                let bytes = self.bytes(source).to_vec();
+                let sums = self.bytes(target).iter_mut().zip(bytes);
+                sums.for_each(|(target, source)| *target = target.wrapping_add(source));
             }
         }
         true
@@ -226,6 +232,12 @@ impl Collectives for Simulated {
 
     fn all_reduce(&self, _: Among, view: View) -> Result<()> {
         self.issue(Stream::Collective, Command::Scatter(view.span, view.span));
+        Ok(())
+    }
+
+    fn accumulate(&self, source: View, target: View) -> Result<()> {
+        assert_eq!(source.span.bytes, target.span.bytes);
+        self.issue(Stream::Collective, Command::Add(source.span, target.span));
         Ok(())
     }
 

@@ -9,6 +9,7 @@ use castor_runtime::plan::Rehearse;
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
 use castor_tests::engines::{ADAMW, MICROS, ROWS, Rows, Run, SHARDINGS, SOPHIA, Setup, options, plenty};
 use castor_trainer::activations::Keep;
+use castor_trainer::blueprint::formats;
 use castor_trainer::engine::StepInputs;
 use castor_trainer::optimizer::Optimizer;
 use castor_trainer::rates::Rates;
@@ -286,4 +287,68 @@ fn mixed(setup: &Setup) -> Vec<Vec<u64>> {
         }
         bits
     })
+}
+
+/// With each micro-batch's gradient summed over the ranks by itself, how many of them go together changes no bit
+/// either, whatever of the weights is split, on all tiers; and the losses are those of one rank.
+fn sums_of_each_micro_batch(world: u32, dtype: DType, gradients: DType, optimizer: Optimizer, tied: bool) {
+    let disk = tempfile::tempdir().expect("a folder");
+    let setup_of = |world| {
+        let mut setup = setup(world, dtype, optimizer, tied);
+        // As many as there are, so that the steps are those of the plan.
+        setup.options.micro_batches = (ROWS / u64::from(world)).div_ceil(setup.options.batch);
+        setup.options.round = setup.options.micro_batches;
+        setup.options.formats = formats(dtype, gradients, DType::F32);
+        setup
+    };
+    let mut setup = setup_of(world);
+    let at_the_end = train(&setup, "summed at the end");
+    let alone = train(&setup_of(1), "alone");
+    setup.options.sync_each_batch = true;
+    let reference = train(&setup, "summed one by one");
+    if gradients == DType::F32 && dtype == DType::F32 {
+        for other in [&at_the_end, &alone] {
+            for (ours, theirs) in reference[0].losses.iter().zip(&other[0].losses) {
+                assert!((ours - theirs).abs() / theirs.abs() < TOLERANCE, "loss {ours} instead of {theirs}");
+            }
+        }
+    }
+    let all = setup.options.micro_batches;
+    let rounds = if tied { all..=all } else { 1..=all };
+    let check = |setup: &Setup<'static>, what: &str| {
+        let what = format!("{what}, {}, rounds of {}", setup.policy.name(), setup.options.round);
+        assert!(train(setup, &what)[0].bits == reference[0].bits, "L6: {what} ends in other bits");
+    };
+    for (case, round) in rounds.flat_map(|round| (0..POLICIES.len()).map(move |case| (case, round))) {
+        setup.options.round = round;
+        setup.options.sharding = SHARDINGS[2 + (case + round as usize) % 2];
+        setup.policy = POLICIES[case];
+        setup.prefetch = [Some(0), Some(SMALL), None][(case + round as usize) % 3];
+        check(&setup, "plenty");
+    }
+    setup.policy = &AutoPolicy;
+    setup.prefetch = None;
+    for (sharding, round) in [(2, all), (3, if tied { all } else { 1 })] {
+        (setup.options.sharding, setup.options.round) = (SHARDINGS[sharding], round);
+        setup.budgets = plenty();
+        for (budgets, what) in tight(&setup, disk.path()) {
+            setup.budgets = budgets;
+            check(&setup, what);
+        }
+    }
+}
+
+#[test]
+fn sums_of_each_micro_batch_two_ranks_f32_adamw() {
+    sums_of_each_micro_batch(2, DType::F32, DType::F32, ADAMW, false);
+}
+
+#[test]
+fn sums_of_each_micro_batch_three_ranks_bf16_sophia() {
+    sums_of_each_micro_batch(3, DType::Bf16, DType::Bf16, SOPHIA, false);
+}
+
+#[test]
+fn sums_of_each_micro_batch_two_ranks_bf16_adamw_tied() {
+    sums_of_each_micro_batch(2, DType::Bf16, DType::F32, ADAMW, true);
 }

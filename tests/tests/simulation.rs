@@ -2,7 +2,7 @@
 //! seed, whatever the budgets, prefetch, world and policy, each lease shows the bytes last written (L5, L6),
 //! what the plan predicted is what moves (L4), and a failing copy ends in an error, never in a hang.
 
-use castor_kernels::{DType, Span, Stream, Tier, rng};
+use castor_kernels::{DType, Span, Stream, Tier, View, rng};
 use castor_runtime::layout::{Formats, GroupSpec, Layout, Sharding, TensorSpec};
 use castor_runtime::plan::{Budgets, Fixed, Plan, Rehearse};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
@@ -16,7 +16,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Stands in for the operators on a lease.
-type Touch<'a> = &'a mut dyn FnMut(&Lease, Access, Role, GroupId);
+type Touch<'a> = &'a mut dyn FnMut(View, Access, Role, GroupId);
 
 /// A model of random groups on a random world.
 struct Case {
@@ -26,6 +26,8 @@ struct Case {
     tied: bool,
     /// Bytes that each group keeps from its forward to its backward.
     kept: Vec<u64>,
+    /// Rounds and parts of each, where gradients are summed over the ranks part by part.
+    parts: Option<(u64, u64)>,
     seed: u64,
 }
 
@@ -55,7 +57,9 @@ impl Case {
             second: DType::F32,
         };
         let layout = Layout::new(groups, formats, sharding, u64::from(world));
-        Case { layout, world, rank: draw(5, u64::from(world)) as u32, tied: draw(6, 2) == 0, kept, seed }
+        let summed = sharding.gradients && world > 1 && draw(8, 2) == 0;
+        let parts = summed.then(|| (1 + draw(9, 2), 1 + draw(10, 3)));
+        Case { layout, world, rank: draw(5, u64::from(world)) as u32, tied: draw(6, 2) == 0, kept, parts, seed }
     }
 
     fn use_once(
@@ -67,7 +71,7 @@ impl Case {
         access: Access,
     ) -> Result<()> {
         let lease = manager.acquire(group.chunk(role), access)?;
-        touch(&lease, access, role, group);
+        touch(lease.view(), access, role, group);
         manager.release(lease)
     }
 
@@ -81,11 +85,31 @@ impl Case {
         manager.fixed(Tier::Device, Category::Activations).part(self.activations(group + 1).spare, self.kept[group])
     }
 
-    /// A step in the shape of the trainer's: forward, backward, updates. `touch` stands in for the operators on chunks,
-    /// and on `backend` each group finds in its backward what it kept in its forward.
-    fn step(&self, manager: &mut StatefulTensorMgr, backend: Option<&Simulated>, touch: Touch<'_>) -> Result<()> {
-        let groups: Vec<GroupId> = self.layout.group_ids().collect();
-        manager.begin_pass(Pass::Train);
+    /// The parts of a gradient that a round adds.
+    fn sum(
+        &self,
+        manager: &mut StatefulTensorMgr,
+        touch: Touch<'_>,
+        group: GroupId,
+        sum: &mut Lease,
+        begins: bool,
+    ) -> Result<()> {
+        for part in 0..self.parts.map_or(0, |(_, parts)| parts) {
+            let contribution = manager.contribution(sum);
+            let part = if begins && part == 0 { Part::First } else { Part::Middle };
+            touch(contribution.view(), Access::SumShard(part), Role::Gradient, group);
+            manager.contribute(sum, contribution)?;
+        }
+        Ok(())
+    }
+
+    fn forward(
+        &self,
+        manager: &mut StatefulTensorMgr,
+        backend: Option<&Simulated>,
+        touch: Touch<'_>,
+        groups: &[GroupId],
+    ) -> Result<()> {
         for (index, &group) in groups.iter().enumerate() {
             manager.tick("forward", group, self.activations(index + 1))?;
             self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
@@ -93,11 +117,26 @@ impl Case {
                 backend.fill(self.keeps(manager, index), 240 + index as u8);
             }
         }
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        manager: &mut StatefulTensorMgr,
+        backend: Option<&Simulated>,
+        touch: Touch<'_>,
+        groups: &[GroupId],
+        part: Part,
+    ) -> Result<()> {
+        let access = if self.parts.is_some() { Access::SumShard(part) } else { Access::Produce(part) };
         let mut held = None;
         if self.tied {
             manager.tick("head", groups[0], self.activations(groups.len()))?;
             self.use_once(manager, touch, groups[0], Role::Parameter, Access::Read)?;
-            held = Some(manager.acquire(groups[0].chunk(Role::Gradient), Access::Produce(Part::Only))?);
+            let lease = held.insert(manager.acquire(groups[0].chunk(Role::Gradient), access)?);
+            if access.sums() {
+                self.sum(manager, touch, groups[0], lease, part.begins())?;
+            }
         }
         for (index, &group) in groups.iter().enumerate().rev() {
             manager.tick("backward", group, self.activations(index + 1))?;
@@ -105,13 +144,31 @@ impl Case {
                 backend.check(self.keeps(manager, index), 240 + index as u8, format!("what {group:?} kept"));
             }
             self.use_once(manager, touch, group, Role::Parameter, Access::Read)?;
-            match held.take_if(|_| group == groups[0]) {
-                Some(lease) => {
-                    touch(&lease, Access::Produce(Part::Only), Role::Gradient, group);
-                    manager.release(lease)?;
-                }
-                None => self.use_once(manager, touch, group, Role::Gradient, Access::Produce(Part::Only))?,
+            let again = held.take_if(|_| group == groups[0]);
+            let begins = part.begins() && again.is_none();
+            let mut lease = match again {
+                Some(lease) => lease,
+                None => manager.acquire(group.chunk(Role::Gradient), access)?,
+            };
+            if access.sums() {
+                self.sum(manager, touch, group, &mut lease, begins)?;
+            } else {
+                touch(lease.view(), access, Role::Gradient, group);
             }
+            manager.release(lease)?;
+        }
+        Ok(())
+    }
+
+    /// A step in the shape of the trainer's: forward, backward, updates. `touch` stands in for the operators on chunks,
+    /// and on `backend` each group finds in its backward what it kept in its forward.
+    fn step(&self, manager: &mut StatefulTensorMgr, backend: Option<&Simulated>, touch: Touch<'_>) -> Result<()> {
+        let groups: Vec<GroupId> = self.layout.group_ids().collect();
+        manager.begin_pass(Pass::Train);
+        let rounds = self.parts.map_or(1, |(rounds, _)| rounds);
+        for round in 0..rounds {
+            self.forward(manager, backend, touch, &groups)?;
+            self.backward(manager, backend, touch, &groups, Part::of(round, rounds))?;
         }
         for &group in &groups {
             manager.tick("norm", group, self.activations(0))?;
@@ -128,22 +185,23 @@ impl Case {
     }
 }
 
-/// Writes a new value wherever an access writes and checks the last one wherever it reads.
+/// Writes a new value wherever an access writes and checks the last one wherever it reads; a part of a sum adds its.
 fn follow<'a>(
     backend: &'a Simulated,
     values: &'a RefCell<HashMap<(GroupId, Role), u8>>,
-) -> impl FnMut(&Lease, Access, Role, GroupId) + 'a {
+) -> impl FnMut(View, Access, Role, GroupId) + 'a {
     let mut next = 0u8;
-    move |lease, access, role, group| {
+    move |view, access, role, group| {
         let mut values = values.borrow_mut();
-        let span = lease.view().span;
-        if access.reads() {
+        let span = view.span;
+        let before = if access.sums() && access.reads() { values[&(group, role)] } else { 0 };
+        if access.reads() && !access.sums() {
             backend.check(span, values[&(group, role)], format!("{access:?} of the {} of {group:?}", role.name()));
         }
         if access.writes() {
             next = next.wrapping_add(1) % 200;
             backend.fill(span, next);
-            values.insert((group, role), next);
+            values.insert((group, role), before.wrapping_add(next));
         }
     }
 }
@@ -289,7 +347,7 @@ fn a_pass_in_between_neither_shifts_the_record_nor_leaks_the_window() {
             for group in case.layout.group_ids() {
                 manager.tick("evaluate", group, Activations::default()).unwrap();
                 let lease = manager.acquire(group.chunk(Role::Parameter), Access::Read).unwrap();
-                touch(&lease, Access::Read, Role::Parameter, group);
+                touch(lease.view(), Access::Read, Role::Parameter, group);
                 manager.release(lease).unwrap();
             }
             manager.end_pass().unwrap();

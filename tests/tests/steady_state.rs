@@ -108,4 +108,6 @@ fn steady_steps_allocate_nothing() {
     setup.world = 2;
     setup.budgets = Budgets { device: setup.least_device() + (64 << 10), ..plenty() };
     assert_eq!(allocations(&setup, false), [0, 0], "two ranks");
+    (setup.options.sync_each_batch, setup.options.round) = (true, 1);
+    assert_eq!(allocations(&setup, false), [0, 0], "two ranks, micro-batches summed one by one");
 }

@@ -44,6 +44,9 @@ pub struct Options {
     pub micro_batches: u64,
     /// Micro-batches that go through the model together, at most [`Options::micro_batches`].
     pub round: u64,
+    /// Whether each micro-batch's gradient is summed over the ranks by itself, where gradients are split over them. All
+    /// ranks then take equally many micro-batches a step.
+    pub sync_each_batch: bool,
     /// Element types; the parameter's is the compute type.
     pub formats: Formats,
     /// What is split over the ranks.
@@ -72,6 +75,13 @@ pub struct Options {
     pub seed: u64,
     /// Whether the run evaluates.
     pub evaluates: bool,
+}
+
+impl Options {
+    /// Whether each of `world` ranks keeps a part of the gradients only.
+    pub fn splits_gradients(&self, world: u64) -> bool {
+        self.sharding.gradients && self.shards.map_or(world, u64::from) > 1
+    }
 }
 
 /// Element types of the usual precisions.
@@ -129,12 +139,9 @@ impl Blueprint {
         let layout = Layout::replicated(groups::specs(&shape), options.formats, options.sharding, world, shards);
         let inputs =
             inputs::Layout::new(&shape, options.sequence, options.batch, options.micro_batches, groups.count(), world);
-        Blueprint {
-            options,
-            model: Model { shape, groups, first_round: activations.first_round(), activations },
-            layout,
-            inputs,
-        }
+        let sync_each_batch = options.sync_each_batch && options.splits_gradients(layout.world);
+        let first_round = activations.first_round();
+        Blueprint { options, model: Model { shape, groups, activations, first_round, sync_each_batch }, layout, inputs }
     }
 
     /// What the run computes with.

@@ -18,6 +18,7 @@ pub mod engine;
 pub mod error;
 pub mod estimate;
 pub mod evaluation;
+mod gradient;
 pub mod inputs;
 pub mod launcher;
 pub mod loss_scale;

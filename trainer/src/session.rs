@@ -239,6 +239,7 @@ pub fn options(
         sequence,
         micro_batches: micros,
         round: micros,
+        sync_each_batch: settings.memory.sync_each_batch,
         formats: blueprint::formats(parameter, gradient, moments),
         shards: None,
         sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
@@ -332,16 +333,31 @@ pub fn plan(
             Err(other) => return Err(other),
         }
     }
-    Err(refusal.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())))
+    Err(match refusal {
+        Some(Error::DoesNotFit(reason)) => Error::DoesNotFit(format!("{reason}{}", way_out(&options, world))),
+        other => other.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())),
+    })
+}
+
+/// What else to try where all micro-batches had to go together for the sake of gradients that are split over ranks.
+fn way_out(options: &Options, world: u32) -> &'static str {
+    let at_once = options.splits_gradients(world.into()) && !options.sync_each_batch;
+    if !at_once || options.micro_batches == 1 || options.config.tie_word_embeddings {
+        return "";
+    }
+    "; gradients are split over ranks, so that all micro-batches go through the model together: --sync_each_batch \
+     sums each one's over the ranks by itself and lets fewer go together, and so do --plugin zero1 and \
+     --shard_size 1, which keep gradients whole"
 }
 
 /// Numbers of micro-batches that may go through the model together: all of a step's, or fewer, which take less
-/// activation memory. A gradient that is split over ranks is summed over them once, and a tied table's gradient is
-/// summed over the head's part and then the embedding's, which rounds would interleave (L6): there all go together.
+/// activation memory. A gradient that is split over ranks is summed over them once, unless each micro-batch's is by
+/// itself; and a tied table's gradient is summed over the head's part and then the embedding's, which rounds would
+/// interleave (L6): there all go together.
 fn rounds(options: &Options, world: u32) -> Vec<u64> {
     let all = options.micro_batches;
-    let split = options.shards.unwrap_or(world) > 1 && options.sharding.gradients;
-    if options.config.tie_word_embeddings || split {
+    let at_once = options.splits_gradients(world.into()) && !options.sync_each_batch;
+    if options.config.tie_word_embeddings || at_once {
         return vec![all];
     }
     let mut rounds: Vec<u64> = [all, all.div_ceil(2), all.div_ceil(4), 1].into();

@@ -211,6 +211,8 @@ pub struct MemorySettings {
     pub plugin: Preset,
     /// How many ranks data is split over.
     pub shard_size: ShardSize,
+    /// Whether each micro-batch's gradient is summed over the ranks by itself.
+    pub sync_each_batch: bool,
     /// Device budget.
     pub device: Budget,
     /// Host budget of this rank.

@@ -8,14 +8,18 @@
 //! layer-major: at each tick a block's weights are acquired once and used for all micro-batches of the round. One
 //! round: weights cross the link once per direction and a gradient is final when its tick ends, and a step's
 //! block inputs exist at once. A round per micro-batch: activations of one micro-batch only. The sums are taken in
-//! the same order either way, but for a tied table's gradient, whose two parts the rounds interleave. The square
+//! the same order either way, but for a tied table's gradient, whose two parts the rounds interleave. What a
+//! micro-batch adds to a gradient is summed over the ranks with the others or by itself ([`Gradient`]). The square
 //! sum of a gradient is taken one tick after it was produced, while its reduction has had that tick to finish.
 //! This module decides order and nothing else: which bytes to move for it is the manager's business, what is
 //! computed is the model's.
 
+mod update;
+
 use crate::{
     activations::{Activations, Phase},
     estimate::{Costs, Tick},
+    gradient::Gradient,
     inputs::Inputs,
     model::{
         Shape,
@@ -27,7 +31,7 @@ use crate::{
 };
 use castor_kernels::{
     Backend, Span, Tier, View,
-    ops::{Classify, Into, State, Update},
+    ops::{Classify, Into, Update},
 };
 use castor_runtime::{Access, Category, GroupId, Lease, Part, Pass, Result, Role, StatefulTensorMgr};
 use std::ops::Range;
@@ -41,6 +45,8 @@ pub(crate) struct Model {
     pub activations: Activations,
     /// Those of the first of several rounds.
     pub first_round: Activations,
+    /// Whether each micro-batch's gradient is summed over the ranks by itself.
+    pub sync_each_batch: bool,
 }
 
 /// The update of a step that a later pass makes.
@@ -70,7 +76,7 @@ pub(crate) struct Step<'a> {
     /// Tokens that the step's rounds before had.
     first_token: u64,
     /// The tied table's gradient, held from the head to the embedding.
-    table_gradient: Option<Lease>,
+    table_gradient: Option<Gradient>,
     /// The group whose gradient was produced last and is not in the norm yet.
     unsquared: Option<GroupId>,
 }
@@ -165,7 +171,7 @@ impl<'a> Step<'a> {
             self.update_due(due, nth(block + ahead), Phase::Forward(block))?;
             self.tick(Tick::Forward(block), group, Phase::Forward(block))?;
             let lease = self.weights(group)?;
-            let weights = self.block_tensors(&lease, group);
+            let weights = self.block_tensors(lease.view(), group);
             for micro in self.micros() {
                 let batch = self.batch(micro);
                 let places = self.activations.block(self.memory, block, self.place(micro), batch);
@@ -195,7 +201,7 @@ impl<'a> Step<'a> {
             // One block's places serve all: nothing is kept.
             self.tick(Tick::Forward(block), group, Phase::Forward(0))?;
             let lease = self.weights(group)?;
-            let weights = self.block_tensors(&lease, group);
+            let weights = self.block_tensors(lease.view(), group);
             for micro in self.micros() {
                 let mut places = self.activations.block(self.memory, 0, 0, self.batch(micro));
                 places.input = self.hidden(micro);
@@ -206,7 +212,7 @@ impl<'a> Step<'a> {
         let head = model.groups.head();
         self.tick(Tick::Head, head, Phase::Head)?;
         let (lease, table) = self.head_weights()?;
-        let weights = self.head_tensors(&lease, table.as_ref());
+        let weights = self.head_tensors(lease.view(), table.as_ref().map(Lease::view));
         self.ops.zero(self.inputs.loss());
         for micro in self.micros() {
             let places = self.head_memory(micro);
@@ -251,46 +257,6 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Makes the update of every group at once, for want of a next step.
-    ///
-    /// # Errors
-    /// If the world below refuses.
-    pub fn update(&mut self, due: &Due) -> Result<()> {
-        for group in (0..self.model.groups.count() as u32).map(GroupId) {
-            self.update_due(Some(due), group, Phase::Update)?;
-        }
-        Ok(())
-    }
-
-    fn update_due(&mut self, due: Option<&Due>, group: GroupId, phase: Phase) -> Result<()> {
-        let Some(due) = due else { return Ok(()) };
-        self.tick(Tick::Update, group, phase)?;
-        self.update_group(group, due.update, due.seed)
-    }
-
-    /// Takes the gradients into every group's Hessian estimate. `tokens` counted in the estimate.
-    ///
-    /// # Errors
-    /// If the world below refuses.
-    pub fn hessian(&mut self, beta2: f32, tokens: f32, inverse_loss_scale: f32) -> Result<()> {
-        for group in (0..self.model.groups.count() as u32).map(GroupId) {
-            self.tick(Tick::Hessian, group, Phase::Update)?;
-            let gradient = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
-            let hessian = self.mgr.acquire(group.chunk(Role::Second), Access::UpdateShard)?;
-            self.ops.hessian(
-                gradient.view(),
-                hessian.view(),
-                beta2,
-                tokens,
-                inverse_loss_scale,
-                self.inputs.hessian_control(),
-            );
-            self.mgr.release(gradient)?;
-            self.mgr.release(hessian)?;
-        }
-        Ok(())
-    }
-
     /// Ends the pass.
     ///
     /// # Errors
@@ -305,32 +271,39 @@ impl<'a> Step<'a> {
         let group = model.groups.head();
         self.tick(Tick::Head, group, Phase::Head)?;
         let (lease, table) = self.head_weights()?;
-        let weights = self.head_tensors(&lease, table.as_ref());
-        let gradient = self.produce(group)?;
-        if model.shape.tied {
-            self.table_gradient = Some(self.produce(Groups::EMBEDDING)?);
-        }
-        let gradients = self.head_tensors(&gradient, self.table_gradient.as_ref());
+        let weights = self.head_tensors(lease.view(), table.as_ref().map(Lease::view));
+        let mut gradient = self.produce(group)?;
+        let mut table_gradient = if model.shape.tied { Some(self.produce(Groups::EMBEDDING)?) } else { None };
         if self.part.begins() {
             self.ops.zero(self.inputs.loss());
         }
-        for micro in self.micros() {
-            let places = self.head_memory(micro);
-            let d_hidden = self.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
-            head::forward_backward(
-                self.ops.as_ref(),
-                &model.shape,
-                &weights,
-                self.inputs.targets(micro),
-                &places,
-                head::advanced(what, self.first_token),
-                d_hidden,
-                &gradients,
-                into(micro),
-            );
-            self.ops.sum(places.losses, self.inputs.loss(), Into::Add);
-            self.first_token += places.tokens;
+        for micro in self.round.clone() {
+            self.expect_one(Tick::Head, group);
+            let own = gradient.form(self.mgr, into(micro));
+            let tables = table_gradient.as_ref().map(|table| table.form(self.mgr, into(micro)));
+            if self.computes(micro) {
+                let places = self.head_memory(micro);
+                let d_hidden = self.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
+                head::forward_backward(
+                    self.ops.as_ref(),
+                    &model.shape,
+                    &weights,
+                    self.inputs.targets(micro),
+                    &places,
+                    head::advanced(what, self.first_token),
+                    d_hidden,
+                    &self.head_tensors(own.view, tables.as_ref().map(|tables| tables.view)),
+                    own.into,
+                );
+                self.ops.sum(places.losses, self.inputs.loss(), Into::Add);
+                self.first_token += places.tokens;
+            }
+            gradient.add(self.mgr, own)?;
+            if let (Some(table), Some(formed)) = (&mut table_gradient, tables) {
+                table.add(self.mgr, formed)?;
+            }
         }
+        self.table_gradient = table_gradient;
         self.mgr.release(lease)?;
         if let Some(table) = table {
             self.mgr.release(table)?;
@@ -343,14 +316,18 @@ impl<'a> Step<'a> {
         let group = model.groups.block(block);
         self.tick(Tick::Backward(block), group, Phase::Backward(block))?;
         let lease = self.weights(group)?;
-        let gradient = self.produce(group)?;
-        let weights = self.block_tensors(&lease, group);
-        let gradients = self.block_tensors(&gradient, group);
-        for micro in self.micros() {
-            let batch = self.batch(micro);
-            let places = self.activations.block(self.memory, block, self.place(micro), batch);
-            let d_h = self.activations.d_hidden(self.memory, self.place(micro), batch);
-            self.block().backward(&weights, &places, d_h, &gradients, into(micro));
+        let mut gradient = self.produce(group)?;
+        let weights = self.block_tensors(lease.view(), group);
+        for micro in self.round.clone() {
+            self.expect_one(Tick::Backward(block), group);
+            let own = gradient.form(self.mgr, into(micro));
+            if self.computes(micro) {
+                let batch = self.batch(micro);
+                let places = self.activations.block(self.memory, block, self.place(micro), batch);
+                let d_h = self.activations.d_hidden(self.memory, self.place(micro), batch);
+                self.block().backward(&weights, &places, d_h, &self.block_tensors(own.view, group), own.into);
+            }
+            gradient.add(self.mgr, own)?;
         }
         self.mgr.release(lease)?;
         self.square_last()?;
@@ -360,68 +337,52 @@ impl<'a> Step<'a> {
     fn embed_backward(&mut self) -> Result<()> {
         let model = self.model;
         self.tick(Tick::EmbedBackward, Groups::EMBEDDING, Phase::EmbedBackward)?;
-        let (gradient, tied) = match self.table_gradient.take() {
+        let (mut gradient, tied) = match self.table_gradient.take() {
             Some(gradient) => (gradient, true),
             None => (self.produce(Groups::EMBEDDING)?, false),
         };
-        for micro in self.micros() {
-            let d_out = self.activations.d_hidden(self.memory, self.place(micro), self.batch(micro));
-            embedding::backward(
-                self.ops.as_ref(),
-                &model.shape,
-                &self.inputs.ids(micro),
-                d_out,
-                self.tensor(&gradient, Groups::EMBEDDING, 0),
-                if tied { Into::Add } else { into(micro) },
-            );
+        for micro in self.round.clone() {
+            let own = gradient.form(self.mgr, if tied { Into::Add } else { into(micro) });
+            if self.computes(micro) {
+                embedding::backward(
+                    self.ops.as_ref(),
+                    &model.shape,
+                    &self.inputs.ids(micro),
+                    self.activations.d_hidden(self.memory, self.place(micro), self.batch(micro)),
+                    self.tensor(own.view, Groups::EMBEDDING, 0),
+                    own.into,
+                );
+            }
+            gradient.add(self.mgr, own)?;
         }
         self.square_last()?;
         self.produced(gradient, Groups::EMBEDDING)
-    }
-
-    fn update_group(&mut self, group: GroupId, update: Update, seed: u64) -> Result<()> {
-        let mut acquire = |role, access| self.mgr.acquire(group.chunk(role), access);
-        let gradient = acquire(Role::Gradient, Access::ReadShard)?;
-        let parameter = acquire(Role::Parameter, Access::UpdateShard)?;
-        let first = acquire(Role::First, Access::UpdateShard)?;
-        let second = acquire(Role::Second, Access::UpdateShard)?;
-        let has_master = self.mgr.layout().formats.master.is_some();
-        let master = if has_master {
-            let chunk = group.chunk(Role::Master);
-            Some(self.mgr.acquire(chunk, Access::UpdateShard)?)
-        } else {
-            None
-        };
-        let laid_out = self.mgr.layout().group(group);
-        let state = State {
-            parameter: parameter.view(),
-            gradient: gradient.view(),
-            master: master.as_ref().map(Lease::view),
-            first: first.view(),
-            second: second.view(),
-            decayed: laid_out.decayed.saturating_sub(parameter.first()).min(parameter.elements()),
-            seed,
-            first_element: laid_out.first_element + parameter.first(),
-        };
-        self.ops.update(update, state, self.inputs.control());
-        self.mgr.release(gradient)?;
-        self.mgr.release(first)?;
-        self.mgr.release(second)?;
-        if let Some(master) = master {
-            self.mgr.release(master)?;
-        }
-        self.mgr.release(parameter)
     }
 
     fn tick(&mut self, tick: Tick, group: GroupId, phase: Phase) -> Result<()> {
         let micros = self.round.end - self.round.start;
         let (live, spare) = (self.activations.live_bytes(phase, micros), self.activations.spare_bytes(phase));
         self.mgr.tick(tick.name(), group, castor_runtime::tensor_mgr::Activations { live, spare })?;
+        // A gradient that is summed one by one is formed one by one; else all of a tick's arithmetic comes at once.
+        if !(self.model.sync_each_batch && matches!(tick, Tick::Head | Tick::Backward(_))) {
+            self.expect(tick, group, micros);
+        }
+        Ok(())
+    }
+
+    /// In a rehearsal: the arithmetic of `micros` micro-batches comes next.
+    fn expect(&mut self, tick: Tick, group: GroupId, micros: u64) {
         if let Some(costs) = self.rehearsed {
             let added = micros - u64::from(self.part.begins()).min(micros);
             self.mgr.expect_work(costs.seconds(tick, group, &self.activations.request().keep, micros, added));
         }
-        Ok(())
+    }
+
+    /// As [`Step::expect`], of one micro-batch where they come one by one.
+    fn expect_one(&mut self, tick: Tick, group: GroupId) {
+        if self.model.sync_each_batch {
+            self.expect(tick, group, 1);
+        }
     }
 
     fn weights(&mut self, group: GroupId) -> Result<Lease> {
@@ -435,15 +396,15 @@ impl<'a> Step<'a> {
         Ok((lease, table))
     }
 
-    fn tensor(&self, lease: &Lease, group: GroupId, index: usize) -> View {
-        lease.tensor(&self.mgr.layout().group(group).tensors[index])
+    fn tensor(&self, whole: View, group: GroupId, index: usize) -> View {
+        self.mgr.layout().group(group).tensors[index].within(whole)
     }
 
-    fn block_tensors(&self, lease: &Lease, group: GroupId) -> block::Tensors {
-        block::Tensors::of(lease, self.mgr.layout().group(group), &self.model.shape)
+    fn block_tensors(&self, whole: View, group: GroupId) -> block::Tensors {
+        block::Tensors::of(whole, self.mgr.layout().group(group), &self.model.shape)
     }
 
-    fn head_tensors(&self, own: &Lease, table: Option<&Lease>) -> head::Tensors {
+    fn head_tensors(&self, own: View, table: Option<View>) -> head::Tensors {
         let head = self.model.groups.head();
         match table {
             Some(table) => {
@@ -453,17 +414,20 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Acquires a gradient to be produced. Without a micro-batch no operator will write it: it is zero.
-    fn produce(&mut self, group: GroupId) -> Result<Lease> {
-        let lease = self.mgr.acquire(group.chunk(Role::Gradient), Access::Produce(self.part))?;
+    /// Begins a gradient. Without a micro-batch no operator will write it: it is zero.
+    fn produce(&mut self, group: GroupId) -> Result<Gradient> {
+        let chunk = group.chunk(Role::Gradient);
+        let mut gradient = Gradient::begin(self.mgr, chunk, self.part, self.model.sync_each_batch)?;
         if self.round.is_empty() {
-            self.ops.zero(lease.view());
+            let nothing = gradient.form(self.mgr, Into::Replace);
+            self.ops.zero(nothing.view);
+            gradient.add(self.mgr, nothing)?;
         }
-        Ok(lease)
+        Ok(gradient)
     }
 
-    fn produced(&mut self, gradient: Lease, group: GroupId) -> Result<()> {
-        self.mgr.release(gradient)?;
+    fn produced(&mut self, gradient: Gradient, group: GroupId) -> Result<()> {
+        gradient.end(self.mgr)?;
         self.unsquared = self.part.ends().then_some(group);
         Ok(())
     }
@@ -486,7 +450,7 @@ impl<'a> Step<'a> {
     fn embed(&self, lease: &Lease, micro: u64, out: View) {
         let ids = self.inputs.ids(micro);
         let ops = self.ops.as_ref();
-        embedding::forward(ops, &self.model.shape, &ids, self.tensor(lease, Groups::EMBEDDING, 0), out);
+        embedding::forward(ops, &self.model.shape, &ids, self.tensor(lease.view(), Groups::EMBEDDING, 0), out);
     }
 
     fn block(&self) -> Block<'_> {
@@ -503,6 +467,11 @@ impl<'a> Step<'a> {
         let Range { start, end } = self.round;
         let step = if self.rehearsed.is_some() { (end - start).saturating_sub(1).max(1) } else { 1 };
         self.round.clone().step_by(step as usize)
+    }
+
+    /// Whether `micro` is one of them.
+    const fn computes(&self, micro: u64) -> bool {
+        self.rehearsed.is_none() || micro == self.round.start || micro + 1 == self.round.end
     }
 
     fn head_memory(&self, micro: u64) -> head::Memory {

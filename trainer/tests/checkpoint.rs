@@ -101,7 +101,7 @@ fn batch(options: &Options, step: u64, rank: u64, world: u64) -> Batch {
     Batch { sequence: SEQUENCE, labels: ids.clone(), ids }
 }
 
-/// Makes steps; every loss and norm in bits.
+/// Makes steps, in as many micro-batches as the options say; every loss and norm in bits.
 fn train(engine: &mut Engine, steps: std::ops::Range<u64>) -> Vec<[u64; 2]> {
     let mut bits = Vec::new();
     for step in steps {
@@ -110,7 +110,9 @@ fn train(engine: &mut Engine, steps: std::ops::Range<u64>) -> Vec<[u64; 2]> {
             (u64::from(backend.rank()), u64::from(backend.world()))
         };
         let batch = batch(engine.options(), step, rank, world);
-        let micros: [MicroBatch; 1] = [batch.micro()];
+        let each = batch.ids.len() / engine.options().micro_batches as usize;
+        let parts = batch.ids.chunks(each).zip(batch.labels.chunks(each));
+        let micros: Vec<MicroBatch> = parts.map(|(ids, labels)| MicroBatch { ids, labels }).collect();
         let tokens = engine.total(batch.micro().counted(SEQUENCE)).unwrap();
         bits.extend(engine.step(&StepInputs { micros: &micros, tokens }).unwrap());
     }
@@ -343,6 +345,30 @@ fn ranks_resume_bit_for_bit() {
         assert_eq!(whole[0][3..], resumed[0], "{world} ranks, {sharding:?}");
         assert_eq!(whole[1], whole[0]);
     }
+}
+
+/// A run whose micro-batches are summed over the ranks one by one goes on in other rounds as if it had not stopped.
+#[test]
+fn ranks_resume_bit_for_bit_in_other_rounds() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = small(temporary.path(), 257, false);
+    let run = tempfile::tempdir().unwrap();
+    let mut options = options(&folder, ROWS, SEQUENCE, ROWS);
+    (options.sharding, options.sync_each_batch, options.round) = (ZERO3, true, 1);
+    let whole = ranks(&options, 2, |engine| {
+        engine.load(&RandomWeights::new(&engine.options().config.clone(), 3)).unwrap();
+        let mut bits = train(engine, 0..3);
+        save(run.path(), engine);
+        bits.extend(train(engine, 3..6));
+        bits
+    });
+    options.round = ROWS;
+    let resumed = ranks(&options, 2, |engine| {
+        restore(run.path(), engine);
+        train(engine, 3..6)
+    });
+    assert_eq!(whole[0][3..], resumed[0]);
+    assert_eq!(whole[1], whole[0]);
 }
 
 /// What one, three and four ranks wrote two go on from: but for the order of sums it is the same run.

@@ -341,6 +341,21 @@ fn a_step_of_a_thousand_micro_batches() {
     assert_eq!(err, "", "a plan does not speak of training");
 }
 
+/// Split gradients go through the model at once, unless each micro-batch's is summed by itself: what does not fit says
+/// so, and fits then.
+#[test]
+fn a_step_of_many_micro_batches_on_two_ranks() {
+    let folder = Folder::new();
+    let plan = "plan --model_config model.json --max_length 16 --backend cpu --device_memory 1500KiB --host_memory 8MiB \
+                --gradient_accumulation_steps 200 --ranks 2";
+    for plugin in ["zero2_offload", "zero3_offload", "gemini_cuda"] {
+        let plan = format!("{plan} --plugin {plugin}");
+        folder.refuses(&plan, 3, &["--sync_each_batch", "--plugin zero1", "--shard_size 1"]);
+        let (out, _) = folder.accepts(&format!("{plan} --sync_each_batch"));
+        assert!(out.contains("of 200 micro-batches") && !out.contains("200 of 200"), "{out}");
+    }
+}
+
 /// What the doctor measures is what plans say they reckon with.
 #[test]
 fn a_bench_and_the_plan_after_it() {

@@ -30,7 +30,7 @@ const ROWS: usize = 24;
 /// What a run leaves: its results and all weights.
 type Outcome = (Vec<StepResult>, Vec<f32>);
 
-/// Five steps of two dozen rows, each rank taking its part of the rows.
+/// Five steps of two dozen rows, each rank taking its part of the rows, in the micro-batches of `options`.
 fn train(
     options: &Options,
     folder: &Path,
@@ -41,13 +41,16 @@ fn train(
     let rank = |rank: u32, link: Option<Link>| {
         let each = ROWS / world as usize;
         let mut options = options.clone();
-        options.batch = each as u64;
-        let mut engine = engine_of_rank(options, folder, policy, budgets.clone(), link);
+        options.batch = each as u64 / options.micro_batches;
+        let mut engine = engine_of_rank(options.clone(), folder, policy, budgets.clone(), link);
         let mut results = Vec::new();
         for step in 0..5 {
             let batch = rows_of(folder, step, rank as usize * each, each);
-            let micros = [MicroBatch { ids: &batch.ids, labels: &batch.labels }];
-            let tokens = engine.total(micros[0].counted(batch.sequence)).unwrap();
+            let tokens = each * batch.sequence as usize / options.micro_batches as usize;
+            let micros = batch.ids.chunks(tokens).zip(batch.labels.chunks(tokens));
+            let micros: Vec<_> = micros.map(|(ids, labels)| MicroBatch { ids, labels }).collect();
+            let counted = micros.iter().map(|micro| micro.counted(batch.sequence)).sum();
+            let tokens = engine.total(counted).unwrap();
             results.extend(engine.step(&StepInputs { micros: &micros, tokens }).unwrap());
         }
         results.extend(engine.finish().unwrap());
@@ -176,6 +179,44 @@ fn replicas_stay_alike_in_all_formats() {
         options.sharding = ZERO1;
         same(&format!("{moments:?}"), &pairs, &train(&options, &folder, &AutoPolicy, &plenty(), 4));
     }
+}
+
+/// Micro-batches whose gradients are summed over the ranks one by one: however many go together, whatever is split and
+/// wherever it lives, the bits are the same, with replicas too; and the losses are those of one sum, and of one rank.
+#[test]
+fn micro_batches_summed_one_by_one() {
+    let Some(golden) = shared("golden") else {
+        return;
+    };
+    let folder = golden.join("mha");
+    for (world, shards) in [(2, None), (4, Some(2))] {
+        let mut options = options(&folder, ROWS as u64, 40, 3);
+        options.shards = shards;
+        let at_once = train(&options, &folder, &DevicePolicy, &plenty(), world);
+        let one = train(&Options { shards: None, ..options.clone() }, &folder, &DevicePolicy, &plenty(), 1);
+        options.sync_each_batch = true;
+        let reference = train(&options, &folder, &DevicePolicy, &plenty(), world);
+        for other in [&at_once, &one] {
+            for (ours, theirs) in reference.0.iter().zip(&other.0) {
+                let what = format!("{world} ranks, step {}", ours.step);
+                close(&what, ours.loss, theirs.loss, 1e-5);
+                close(&what, ours.grad_norm, theirs.grad_norm, 1e-4);
+            }
+        }
+        let host = HostPolicy { parameters: true, optimizer: true };
+        for (sharding, policy) in [(ZERO2, &AutoPolicy as &(dyn PlacementPolicy + Sync)), (ZERO3, &host)] {
+            for round in [1, 2] {
+                (options.sharding, options.round) = (sharding, round);
+                let what = format!("{world} ranks, {}, rounds of {round}", policy.name());
+                same(&what, &reference, &train(&options, &folder, policy, &plenty(), world));
+            }
+        }
+    }
+    // Without ranks to sum over it says nothing.
+    let mut options = options(&folder, ROWS as u64, 40, 3);
+    let plain = train(&options, &folder, &DevicePolicy, &plenty(), 1);
+    options.sync_each_batch = true;
+    same("one rank", &plain, &train(&options, &folder, &DevicePolicy, &plenty(), 1));
 }
 
 /// More ranks change the order of sums and nothing else.

@@ -6,10 +6,12 @@
 //! still reach their marks, so that nobody waits for ever.
 
 use super::arena::Arena;
+use super::ops::{Element, convert};
 use crate::block_io::BlockFile;
 use crate::link::Link;
 use crate::{Among, DType, Error, Mark, Result, Span, Stream, Tier, View, route};
 use crossbeam::channel::Receiver;
+use half::{bf16, f16};
 use parking_lot::{Condvar, Mutex};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,6 +41,8 @@ pub(crate) enum Command {
     ReduceScatter(View, View),
     /// In place.
     AllReduce(Among, View),
+    /// Add the first view to the second.
+    Accumulate(View, View),
 }
 
 /// How far a stream is.
@@ -226,9 +230,20 @@ impl Shared {
                     link.all_reduce(among, view.dtype, self.bytes_mut(view.span))?;
                 }
             }
+            Command::Accumulate(source, target) => match source.dtype {
+                DType::F32 => self.accumulate::<f32>(source, target),
+                DType::F16 => self.accumulate::<f16>(source, target),
+                DType::Bf16 => self.accumulate::<bf16>(source, target),
+                _ => unreachable!("checked when it was issued"),
+            },
             Command::Wait(_) | Command::Mark(_) => {}
         }
         Ok(())
+    }
+
+    fn accumulate<T: Element>(&self, source: View, target: View) {
+        let source = bytemuck::cast_slice::<u8, T>(self.bytes(source.span));
+        convert::accumulate(source, bytemuck::cast_slice_mut(self.bytes_mut(target.span)));
     }
 
     fn own_part(&self, shard: View, full: View) -> Span {

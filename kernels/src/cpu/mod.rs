@@ -370,6 +370,14 @@ impl Collectives for Cpu {
         Ok(())
     }
 
+    fn accumulate(&self, source: View, target: View) -> Result<()> {
+        route::check_accumulate("cpu", source, target)?;
+        self.shared.address(source.span);
+        self.shared.address(target.span);
+        self.issue(Stream::Collective, Command::Accumulate(source, target));
+        Ok(())
+    }
+
     fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         match &self.shared.link {
             Some(link) => link.exchange(message),

@@ -117,6 +117,23 @@ impl Launcher {
         }
     }
 
+    /// As [`crate::Collectives::accumulate`].
+    pub(crate) fn accumulate(&self, stream: CUstream, source: Ptr, target: Ptr) -> Result<()> {
+        let count = target.elements;
+        let eights = if aligned(&[source, target]) { count / 8 } else { 0 };
+        let blocks = count.div_ceil(256 * 16).min(self.modules.processors * 8);
+        // SAFETY: accumulate(source, target, eights, count).
+        unsafe {
+            self.modules.launch(
+                stream,
+                Program::Reduce(real(target.dtype)?),
+                "accumulate",
+                Extent::row(blocks, 256),
+                arguments![source.address, target.address, eights, count],
+            )
+        }
+    }
+
     pub(crate) fn embed(
         &self,
         stream: CUstream,

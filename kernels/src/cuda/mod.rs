@@ -507,6 +507,11 @@ impl Collectives for Cuda {
         }
     }
 
+    fn accumulate(&self, source: View, target: View) -> Result<()> {
+        crate::route::check_accumulate("cuda", source, target)?;
+        self.collective(|s| self.launcher.accumulate(s, self.ptr(source), self.ptr(target)))
+    }
+
     fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         match &self.link {
             Some(link) => link.exchange(message),

@@ -45,7 +45,7 @@ pub enum Program {
     Swiglu(DType),
     /// Cross entropy. With clusters of blocks where the flag is set (16 bits on compute capability 9.0 and up).
     Classify(DType, bool),
-    /// Sums and sums of squares.
+    /// Sums, sums of squares, and sums of two.
     Reduce(DType),
     /// The closing of the norm.
     Finish,

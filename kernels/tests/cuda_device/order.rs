@@ -122,6 +122,17 @@ fn one_rank_collectives() {
     cuda.reduce_scatter(source, target).unwrap();
     cuda.all_reduce(Among::All, target).unwrap();
     same(source.span, target.span);
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        // Whole groups of eight, fewer, and a rest.
+        for count in [8, 5, 100_003] {
+            let (source, target) = (rig.normal(dtype, count, 1.0), rig.normal(dtype, count, 30.0));
+            for backend in [&rig.cpu as &dyn Backend, cuda] {
+                backend.accumulate(source, target).unwrap();
+                backend.join(backend.mark(Stream::Collective)).unwrap();
+            }
+            rig.same_bits("accumulate", target);
+        }
+    }
     assert_eq!(cuda.exchange(b"alone").unwrap(), [b"alone".to_vec()]);
 }
 

@@ -1,7 +1,8 @@
 //! `StatefulTensorMgr`: owns every chunk's state and carries the plan out.
 //!
 //! The step calls three verbs: [`StatefulTensorMgr::tick`] starts a tick and lets prefetch run ahead by
-//! the plan, [`StatefulTensorMgr::acquire`] gives a lease, [`StatefulTensorMgr::release`] takes it back.
+//! the plan, [`StatefulTensorMgr::acquire`] gives a lease, [`StatefulTensorMgr::release`] takes it back. Under a lease
+//! on a sum, [`StatefulTensorMgr::contribution`] and [`StatefulTensorMgr::contribute`] add to it.
 //! All decisions (what to fetch, where to put it, what to drop) are made in the order of these calls and
 //! from the recorded schedule, never from what has completed: a rehearsal on the dry backend decides the
 //! same, every rank decides the same, and what the plan predicted is what happens.
@@ -9,14 +10,16 @@
 //! Where the step departs from the record (another pass in between, an unused tensor) the manager fetches
 //! on demand, counts it in [`StatefulTensorMgr::departures`] and leaves the record as it is (L8).
 
+mod lease;
 mod loading;
 mod moves;
 mod prefetch;
+mod sums;
 
 use crate::chunk::{Chunk, WorkingCopy};
 use crate::clock::Times;
 use crate::error::{Error, Result};
-use crate::layout::{Layout, TensorPlace};
+use crate::layout::Layout;
 use crate::ledger::{Category, Ledger};
 use crate::mem_stats::MemStatsCollector;
 use crate::plan::{FILE_GRANULE, GRANULE, Plan, Prediction, placed_bytes};
@@ -26,49 +29,10 @@ use crate::timeline::{Pace, StepTime};
 use crate::transfer::{Traffic, Transfer};
 use crate::units::{ChunkId, GroupId, Tick};
 use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
+pub use lease::Lease;
 use std::sync::Arc;
-
-/// The right to use a chunk until it is given to [`StatefulTensorMgr::release`].
-#[must_use = "a lease keeps its chunk in place until it is released"]
-#[derive(Debug)]
-pub struct Lease {
-    chunk: ChunkId,
-    access: Access,
-    view: View,
-    first: u64,
-    elements: u64,
-    own: (u64, u64),
-    /// Whether this rank's shard counts in the global norm.
-    squares: bool,
-}
-
-impl Lease {
-    /// All elements of the lease.
-    pub const fn view(&self) -> View {
-        self.view
-    }
-
-    /// Number of the first element within the group.
-    pub const fn first(&self) -> u64 {
-        self.first
-    }
-
-    /// Number of elements (the view's own count is not exact for 8-bit moments).
-    pub const fn elements(&self) -> u64 {
-        self.elements
-    }
-
-    /// A tensor of a whole-chunk lease.
-    pub const fn tensor(&self, place: &TensorPlace) -> View {
-        self.view.part(place.offset, place.elements)
-    }
-
-    /// The part whose squares this rank adds to the global norm: each element belongs to one rank. None where a rank
-    /// with the same shard adds it.
-    pub fn norm_part(&self) -> Option<View> {
-        self.squares.then(|| self.view.part(self.own.0 - self.first, self.own.1))
-    }
-}
+pub use sums::Contribution;
+use sums::Places;
 
 /// Bytes of [`Category::Activations`] at a tick.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
@@ -98,6 +62,8 @@ pub struct StatefulTensorMgr {
     staging: Region,
     /// Bytes of activations in use, without what is lent of their span.
     activations: u64,
+    /// Where parts of sums are formed.
+    sums: Vec<Places>,
     transfer: Transfer,
     ledger: Ledger,
     collector: MemStatsCollector,
@@ -201,6 +167,7 @@ impl StatefulTensorMgr {
             window: Region::new(window, GRANULE),
             staging: Region::new(staging, FILE_GRANULE),
             activations: 0,
+            sums: Vec::new(),
             ledger,
             collector: MemStatsCollector::default(),
             streamed: Default::default(),
@@ -381,7 +348,11 @@ impl StatefulTensorMgr {
                 let schedule = &self.plan.schedules[self.pass.index()];
                 match schedule.ticks.get(tick.index()) {
                     Some(expected) if expected.name == name && expected.group == group => {
+                        let sums = expected.uses.iter().any(|used| used.access.sums());
                         self.lend(if self.departures == self.departures_before { spare } else { 0 });
+                        if !sums {
+                            self.give_kept_places();
+                        }
                         self.prefetch(tick)?;
                     }
                     _ => {
@@ -403,6 +374,7 @@ impl StatefulTensorMgr {
         let tick = self.tick.expect("acquire happens within a pass");
         let partial = matches!(access, Access::Produce(part) if part != Part::Only);
         assert!(!(partial && self.sharded(chunk)), "{chunk:?}: a gradient that is split is produced in one part");
+        assert!(!access.sums() || self.sharded(chunk), "{chunk:?}: only what is split is summed in shards");
         if let Some(ticks) = &mut self.recording {
             let uses = &mut ticks.last_mut().expect("a tick was started").uses;
             uses.push(Use { chunk, access, until: tick });
@@ -416,7 +388,10 @@ impl StatefulTensorMgr {
             if access.writes() {
                 fence = fence.and(state.home_used);
             }
-            self.transfer.wait(Stream::Compute, fence);
+            // Contributions are added on the collective stream, which waits then.
+            if !access.sums() {
+                self.transfer.wait(Stream::Compute, fence);
+            }
             self.part_of(chunk, access, home)
         } else {
             if self.drop_stale_copy(chunk, access) {
@@ -425,7 +400,9 @@ impl StatefulTensorMgr {
             }
             let copy = self.chunk_mut(chunk).lease_copy(access);
             let fence = if access.writes() { copy.ready.and(copy.used) } else { copy.ready };
-            self.transfer.wait(Stream::Compute, fence);
+            if !access.sums() {
+                self.transfer.wait(Stream::Compute, fence);
+            }
             self.part_of(chunk, access, copy.span)
         };
         let (first, elements) = self.range(chunk, access);
@@ -433,9 +410,13 @@ impl StatefulTensorMgr {
             let used = self.layout.group(chunk.group()).used;
             self.backend.zero(view.part(used, elements - used));
         }
+        if access.sums() {
+            self.take_places(chunk)?;
+        }
         self.note_regions();
         let squares = u64::from(self.backend.rank()) < self.layout.shards;
-        Ok(Lease { chunk, access, view, first, elements, own: self.own_range(chunk), squares })
+        let (own, begun) = (self.own_range(chunk), access.reads());
+        Ok(Lease { chunk, access, view, first, elements, own, squares, begun })
     }
 
     /// Takes a lease back: written bytes go home, a gradient is reduced over the ranks.
@@ -443,7 +424,7 @@ impl StatefulTensorMgr {
     /// # Errors
     /// If a move cannot be issued.
     pub fn release(&mut self, lease: Lease) -> Result<()> {
-        let Lease { chunk, access, view, .. } = lease;
+        let Lease { chunk, access, view, begun, .. } = lease;
         let tick = self.tick.expect("release happens within a pass");
         if let Some(ticks) = &mut self.recording {
             let used = ticks.iter_mut().rev().flat_map(|t| t.uses.iter_mut().rev()).find(|used| used.chunk == chunk);
@@ -457,6 +438,11 @@ impl StatefulTensorMgr {
             match access {
                 Access::Produce(part) if part.ends() => {
                     (source, written) = self.reduce(chunk, view, source, written)?
+                }
+                Access::SumShard(_) => {
+                    assert!(begun, "{chunk:?}: a sum of nothing");
+                    written = copy.map_or(self.chunk(chunk).home_ready, |copy| copy.ready);
+                    self.keep_places(chunk);
                 }
                 Access::UpdateShard
                     if self.layout.shards > 1 && !self.sharded(chunk) && self.layout.sharding.optimizer =>
@@ -499,6 +485,7 @@ impl StatefulTensorMgr {
     /// None today; the signature leaves room for checks of queued work.
     pub fn end_pass(&mut self) -> Result<()> {
         let pass = self.pass.index();
+        self.give_kept_places();
         self.tick = None;
         self.pass_traffic[pass] = self.transfer.traffic().since(&self.pass_began);
         self.pass_time = self.transfer.end_step();
@@ -555,8 +542,9 @@ impl StatefulTensorMgr {
                 .flatten()
                 .filter_map(|c| c.copy())
                 .map(|c| self.window.rounded(c.span.bytes))
-                .sum::<u64>(),
-            "L1: the window holds exactly the working copies"
+                .sum::<u64>()
+                + self.place_bytes(),
+            "L1: the window holds exactly the working copies and the places of sums"
         );
         let lent = self.window.lent_used();
         self.ledger.set_live(Tier::Device, Category::Window, self.window.used() - lent);

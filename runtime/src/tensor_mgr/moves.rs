@@ -127,7 +127,7 @@ impl StatefulTensorMgr {
     }
 
     /// Sums what the ranks with this rank's shard hold.
-    fn sum_replicas(&mut self, view: View, after: Fence) -> Result<Fence> {
+    pub(super) fn sum_replicas(&mut self, view: View, after: Fence) -> Result<Fence> {
         match self.layout.world == self.layout.shards {
             true => Ok(after),
             false => self.transfer.all_reduce(Among::Replicas, view, after),

@@ -27,6 +27,7 @@ impl StatefulTensorMgr {
             let ahead = (tick + length - now.index()) % length;
             for index in 0..self.plan.schedules[pass].ticks[tick].uses.len() {
                 let used = self.plan.schedules[pass].ticks[tick].uses[index];
+                to_produce = to_produce.max(self.places_to_come(&used));
                 let Some(bytes) = self.copy_bytes(used.chunk, used.access) else { continue };
                 if !used.access.reads() {
                     to_produce = bytes.max(to_produce);
@@ -74,7 +75,9 @@ impl StatefulTensorMgr {
     /// The ticks of a pass that use a working copy.
     pub(super) fn streamed_ticks(&self, pass: Pass) -> Vec<u32> {
         let ticks = &self.plan.schedules[pass.index()].ticks;
-        let streams = |tick: &ScheduledTick| tick.uses.iter().any(|u| self.copy_bytes(u.chunk, u.access).is_some());
+        let streams = |tick: &ScheduledTick| {
+            tick.uses.iter().any(|used| used.access.sums() || self.copy_bytes(used.chunk, used.access).is_some())
+        };
         (0u32..).zip(ticks).filter(|(_, tick)| streams(tick)).map(|(index, _)| index).collect()
     }
 
@@ -159,8 +162,13 @@ impl StatefulTensorMgr {
                     let next_pass = (*due >= pass_end).then_some(Reverse(on_its_way));
                     (next_pass, *due, *chunk)
                 })
-                .map(|(chunk, _, _)| chunk)?;
-            self.drop_copy(victim);
+                .map(|(chunk, _, _)| chunk);
+            match victim {
+                Some(victim) => self.drop_copy(victim),
+                // What is wanted now takes a second place from sums.
+                None if before.is_none() && self.spare_place() => {}
+                None => return None,
+            }
         }
     }
 }

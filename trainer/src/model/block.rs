@@ -7,7 +7,7 @@
 use super::{AttentionKind, Shape, groups::block_tensor as index};
 use crate::activations::Keep;
 use castor_kernels::{Backend, View, ops::Into};
-use castor_runtime::{Lease, layout::Group};
+use castor_runtime::layout::Group;
 
 /// A block's weights, or their gradients.
 #[derive(Clone, Copy, Debug)]
@@ -25,9 +25,9 @@ pub struct Tensors {
 }
 
 impl Tensors {
-    /// The tensors in a lease of the whole parameter or gradient chunk of a block's `group`.
-    pub fn of(lease: &Lease, group: &Group, shape: &Shape) -> Self {
-        let tensor = |at: usize| lease.tensor(&group.tensors[at]);
+    /// The tensors in the whole parameters or gradient of a block's `group`.
+    pub fn of(whole: View, group: &Group, shape: &Shape) -> Self {
+        let tensor = |at: usize| group.tensors[at].within(whole);
         let attention = index::BIASES;
         let mlp = attention + if shape.attention_bias { 2 } else { 0 };
         let bias = |has: bool, at: usize| has.then(|| tensor(at));

@@ -236,6 +236,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
     Ok(MemorySettings {
         plugin,
         shard_size,
+        sync_each_batch: switch(raw, "sync_each_batch")?,
         device: budget("device_memory")?,
         host: budget("host_memory")?,
         nvme,

@@ -110,6 +110,7 @@ pub(crate) const FLAGS: &[Flag] = &[
 
     flag(MEMORY, "plugin", Some('p'), &[], Value, "gemini_cuda", "What is sharded and where it lives (see `castor plan`)"),
     flag(MEMORY, "shard_size", None, &[], Value, "all", "Neighbouring ranks that data is split over, other groups hold the same: a number, host or all"),
+    flag(MEMORY, "sync_each_batch", None, &[], Switch, "false", "Sum each micro-step's gradients over the ranks by itself, where they are split: less memory, more traffic"),
     flag(MEMORY, "device_memory", None, &[], Value, "auto", "Device budget: 80GiB, 512MiB, 50%"),
     flag(MEMORY, "host_memory", None, &[], Value, "auto", "Host budget of this rank"),
     flag(MEMORY, "nvme", None, &["nvme_path"], Value, "", "Folder of the NVMe tier"),

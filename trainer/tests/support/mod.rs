@@ -58,6 +58,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         sequence,
         micro_batches,
         round: micro_batches,
+        sync_each_batch: false,
         formats: formats(DType::F32, DType::F32, DType::F32),
         sharding: Sharding { parameters: true, gradients: true, optimizer: true },
         shards: None,

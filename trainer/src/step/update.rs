@@ -1,0 +1,83 @@
+//! Updates and Hessian estimates: one group at a time, on what this rank keeps of it.
+
+use super::{Due, Step};
+use crate::activations::Phase;
+use crate::estimate::Tick;
+use castor_kernels::ops::{State, Update};
+use castor_runtime::{Access, GroupId, Lease, Result, Role};
+
+impl Step<'_> {
+    /// Makes the update of every group at once, for want of a next step.
+    ///
+    /// # Errors
+    /// If the world below refuses.
+    pub fn update(&mut self, due: &Due) -> Result<()> {
+        for group in (0..self.model.groups.count() as u32).map(GroupId) {
+            self.update_due(Some(due), group, Phase::Update)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn update_due(&mut self, due: Option<&Due>, group: GroupId, phase: Phase) -> Result<()> {
+        let Some(due) = due else { return Ok(()) };
+        self.tick(Tick::Update, group, phase)?;
+        self.update_group(group, due.update, due.seed)
+    }
+
+    /// Takes the gradients into every group's Hessian estimate. `tokens` counted in the estimate.
+    ///
+    /// # Errors
+    /// If the world below refuses.
+    pub fn hessian(&mut self, beta2: f32, tokens: f32, inverse_loss_scale: f32) -> Result<()> {
+        for group in (0..self.model.groups.count() as u32).map(GroupId) {
+            self.tick(Tick::Hessian, group, Phase::Update)?;
+            let gradient = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
+            let hessian = self.mgr.acquire(group.chunk(Role::Second), Access::UpdateShard)?;
+            self.ops.hessian(
+                gradient.view(),
+                hessian.view(),
+                beta2,
+                tokens,
+                inverse_loss_scale,
+                self.inputs.hessian_control(),
+            );
+            self.mgr.release(gradient)?;
+            self.mgr.release(hessian)?;
+        }
+        Ok(())
+    }
+
+    fn update_group(&mut self, group: GroupId, update: Update, seed: u64) -> Result<()> {
+        let mut acquire = |role, access| self.mgr.acquire(group.chunk(role), access);
+        let gradient = acquire(Role::Gradient, Access::ReadShard)?;
+        let parameter = acquire(Role::Parameter, Access::UpdateShard)?;
+        let first = acquire(Role::First, Access::UpdateShard)?;
+        let second = acquire(Role::Second, Access::UpdateShard)?;
+        let has_master = self.mgr.layout().formats.master.is_some();
+        let master = if has_master {
+            let chunk = group.chunk(Role::Master);
+            Some(self.mgr.acquire(chunk, Access::UpdateShard)?)
+        } else {
+            None
+        };
+        let laid_out = self.mgr.layout().group(group);
+        let state = State {
+            parameter: parameter.view(),
+            gradient: gradient.view(),
+            master: master.as_ref().map(Lease::view),
+            first: first.view(),
+            second: second.view(),
+            decayed: laid_out.decayed.saturating_sub(parameter.first()).min(parameter.elements()),
+            seed,
+            first_element: laid_out.first_element + parameter.first(),
+        };
+        self.ops.update(update, state, self.inputs.control());
+        self.mgr.release(gradient)?;
+        self.mgr.release(first)?;
+        self.mgr.release(second)?;
+        if let Some(master) = master {
+            self.mgr.release(master)?;
+        }
+        self.mgr.release(parameter)
+    }
+}
