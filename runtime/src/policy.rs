@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::plan::{GRANULE, placed_bytes};
 use crate::schedule::{Schedule, in_place};
+use crate::tensor_mgr::STAGED_BYTES;
 use crate::units::{ChunkId, Role};
 use castor_kernels::Tier;
 
@@ -36,6 +37,9 @@ pub struct Placement {
     /// Bytes that prefetch may hold ahead of use.
     pub lookahead_bytes: u64,
 }
+
+/// Pieces of chunks that may be between disk and device at once.
+const STAGED_PIECES: u64 = 16;
 
 /// Decides homes.
 pub trait PlacementPolicy {
@@ -70,7 +74,18 @@ pub struct StaticPolicy {
 }
 
 /// Device first: what crosses the link most per byte stays on the device, the coldest goes to the disk.
-pub struct AutoPolicy;
+pub struct AutoPolicy {
+    /// The window's size where not everything fits, in what its worst tick needs: at 2 one copy is in use and one on its
+    /// way at every tick, at 1 nothing comes ahead but into what activations leave free.
+    pub window: f64,
+}
+
+impl AutoPolicy {
+    /// The usual window.
+    pub const WINDOW: f64 = 2.0;
+    /// With it.
+    pub const USUAL: AutoPolicy = AutoPolicy { window: AutoPolicy::WINDOW };
+}
 
 impl PlacementPolicy for DevicePolicy {
     fn name(&self) -> &'static str {
@@ -134,12 +149,13 @@ impl PlacementPolicy for AutoPolicy {
         if let Ok(placement) = finish(view, all) {
             return Ok(placement);
         }
-        // Not everything fits: the window is sized for streaming everything twice over (one copy in use, one on
-        // its way), then the device is filled with what saves the most crossings per byte.
+        // Not everything fits: the window is sized for streaming everything, then the device is filled with what saves
+        // the most crossings per byte.
         let mut answer =
             homes(view.layout, |chunk| if may_leave(view.layout, chunk) { Tier::Host } else { Tier::Device });
         let streaming = window_need(view, &answer);
-        let window = (2 * streaming).min(view.room[0]).max(streaming) + view.window_shortage;
+        let wanted = (self.window * streaming as f64) as u64;
+        let window = wanted.min(view.room[0]).max(streaming) + view.window_shortage;
         let pinned: u64 = on_tier(view.layout, &answer, Tier::Device);
         let mut room = view.room[0].saturating_sub(window + pinned);
         for chunk in by_value(view) {
@@ -231,7 +247,7 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
     let host = on_tier(layout, &homes, Tier::Host);
     if host > view.room[1] {
         let largest = layout.chunk_ids().map(|c| placed_bytes(Tier::Nvme, layout.stored_bytes(c))).max().unwrap_or(0);
-        staging_bytes = 3 * largest;
+        staging_bytes = (3 * largest).min(STAGED_PIECES * STAGED_BYTES);
         let mut excess = (host + staging_bytes).saturating_sub(view.room[1]);
         let mut nvme = 0;
         // The coldest, and of those what the beginning of a step wants: the window can take that in while the step before

@@ -24,7 +24,8 @@ const TOLERANCE: f64 = 1e-5;
 const HOST: HostPolicy = HostPolicy { parameters: true, optimizer: true };
 const OPTIMIZER_ON_HOST: HostPolicy = HostPolicy { parameters: false, optimizer: true };
 const HALF: StaticPolicy = StaticPolicy { offload_param_frac: 0.5, offload_optim_frac: 0.5 };
-const POLICIES: [&(dyn PlacementPolicy + Sync); 5] = [&DevicePolicy, &HOST, &OPTIMIZER_ON_HOST, &HALF, &AutoPolicy];
+const POLICIES: [&(dyn PlacementPolicy + Sync); 5] =
+    [&DevicePolicy, &HOST, &OPTIMIZER_ON_HOST, &HALF, &AutoPolicy::USUAL];
 
 fn setup(world: u32, dtype: DType, optimizer: Optimizer, tied: bool) -> Setup<'static> {
     Setup {
@@ -87,7 +88,7 @@ fn any_placement(mut setup: Setup<'static>, disk: &Path) {
     }
     for (keep, prefetches) in [(Keep::All, [Some(0), None]), (Keep::Block, [Some(SMALL), None])] {
         setup.options.keep.fill(keep);
-        setup.policy = &AutoPolicy;
+        setup.policy = &AutoPolicy::USUAL;
         for prefetch in prefetches {
             setup.prefetch = prefetch;
             for (budgets, what) in tight(&setup, disk) {
@@ -110,7 +111,7 @@ fn tight(setup: &Setup<'static>, disk: &Path) -> [(Budgets, &'static str); 4] {
     setup.budgets = plenty();
     setup.policy = &DevicePolicy;
     let all = setup.least_device();
-    setup.policy = &AutoPolicy;
+    setup.policy = &AutoPolicy::USUAL;
     let least = setup.least_device();
     let half = (least + all) / 2;
     let two = |device| Budgets { device, ..plenty() };
@@ -205,7 +206,7 @@ fn bytes_per_link_of_many_steps() {
     let disk = tempfile::tempdir().expect("a folder");
     for world in 1..=3 {
         let mut setup = setup(world, DType::Bf16, ADAMW, true);
-        setup.policy = &AutoPolicy;
+        setup.policy = &AutoPolicy::USUAL;
         let mut moved = [0, 0];
         for (budgets, what) in tight(&setup, disk.path()) {
             setup.budgets = budgets;
@@ -229,7 +230,7 @@ fn the_peak_is_what_the_device_gives() {
     use std::sync::Arc;
 
     let mut setup = setup(1, DType::F32, ADAMW, false);
-    setup.policy = &AutoPolicy;
+    setup.policy = &AutoPolicy::USUAL;
     setup.budgets.device = setup.least_device() + SMALL;
     let peak = setup.plan().expect("it fits").peak(Tier::Device);
     let opens = |cap: u64| {
@@ -255,7 +256,7 @@ fn other_passes_in_between() {
         setup.options.evaluates = true;
         let reference = mixed(&setup);
         let tight = tight(&setup, disk.path());
-        setup.policy = &AutoPolicy;
+        setup.policy = &AutoPolicy::USUAL;
         for (budgets, what) in tight {
             setup.budgets = budgets;
             assert!(mixed(&setup) == reference, "L8: {what}, {world} ranks, {optimizer:?}");
@@ -326,7 +327,7 @@ fn sums_of_each_micro_batch(world: u32, dtype: DType, gradients: DType, optimize
         setup.prefetch = [Some(0), Some(SMALL), None][(case + round as usize) % 3];
         check(&setup, "plenty");
     }
-    setup.policy = &AutoPolicy;
+    setup.policy = &AutoPolicy::USUAL;
     setup.prefetch = None;
     for (sharding, round) in [(2, all), (3, if tied { all } else { 1 })] {
         (setup.options.sharding, setup.options.round) = (SHARDINGS[sharding], round);

@@ -212,7 +212,7 @@ fn policy(case: &Case) -> Box<dyn PlacementPolicy> {
         1 => Box::new(HostPolicy { parameters: true, optimizer: true }),
         2 => Box::new(HostPolicy { parameters: false, optimizer: true }),
         3 => Box::new(StaticPolicy { offload_param_frac: 0.5, offload_optim_frac: 0.7 }),
-        _ => Box::new(AutoPolicy),
+        _ => Box::new(AutoPolicy::USUAL),
     }
 }
 

@@ -96,7 +96,7 @@ fn steady_steps_allocate_nothing() {
         prefetch: None,
     };
     assert_eq!(allocations(&setup, false), [0], "all on the device");
-    setup.policy = &AutoPolicy;
+    setup.policy = &AutoPolicy::USUAL;
     setup.budgets.device = setup.least_device();
     assert_eq!(allocations(&setup, false), [0], "two tiers");
     setup.budgets = Budgets { nvme: 16 << 20, nvme_folder: Some(disk.path().to_owned()), ..setup.budgets };

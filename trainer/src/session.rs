@@ -168,13 +168,13 @@ pub fn disk_room(folder: &Path) -> Result<u64> {
     Ok(room)
 }
 
-/// The policy of the plugin.
-pub fn policy(settings: &Settings) -> Box<dyn PlacementPolicy> {
+/// The policy of the plugin, with [`AutoPolicy::window`].
+fn policy(settings: &Settings, window: f64) -> Box<dyn PlacementPolicy> {
     match settings.memory.plugin.placement {
         Placement::Device => Box::new(DevicePolicy),
         Placement::OptimizerOnHost => Box::new(HostPolicy { parameters: false, optimizer: true }),
         Placement::Host | Placement::HostFirst => Box::new(HostPolicy { parameters: true, optimizer: true }),
-        Placement::DeviceFirst | Placement::Auto => Box::new(AutoPolicy),
+        Placement::DeviceFirst | Placement::Auto => Box::new(AutoPolicy { window }),
         Placement::Static => Box::new(StaticPolicy {
             offload_param_frac: settings.memory.offload_param_frac,
             offload_optim_frac: settings.memory.offload_optim_frac,
@@ -280,6 +280,13 @@ pub fn options(
     }
 }
 
+/// A way of running that fits.
+struct Fitting {
+    step_s: f64,
+    blueprint: Blueprint,
+    window: f64,
+}
+
 /// Plans the run for one of `world` ranks. What the settings leave open, how much each block keeps and how many
 /// micro-batches go through the model together, is chosen for the least estimated time among the plans that fit.
 ///
@@ -291,7 +298,6 @@ pub fn plan(
     hardware: &Hardware,
     world: u32,
 ) -> Result<(Blueprint, Plan, Estimate)> {
-    let policy = policy(settings);
     let (backend, budgets, rates) = (&*hardware.backend, &hardware.budgets, &hardware.rates);
     let mut candidates: Vec<(f64, Blueprint)> = Vec::new();
     for round in rounds(&options, world) {
@@ -305,26 +311,41 @@ pub fn plan(
     }
     // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
     candidates.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let plan = |blueprint: &Blueprint, length| {
+    let plan = |blueprint: &Blueprint, policy: &dyn PlacementPolicy, length| {
         let prefetch = settings.memory.prefetch;
-        blueprint.plan(backend, rates, &*policy, budgets.clone(), prefetch, length).map_err(Error::from)
+        blueprint.plan(backend, rates, policy, budgets.clone(), prefetch, length).map_err(Error::from)
     };
-    let (mut fitting, mut refusal): (Vec<(f64, Blueprint)>, _) = (Vec::new(), None);
+    let (mut fitting, mut refusal): (Vec<Fitting>, _) = (Vec::new(), None);
     for (floor_s, blueprint) in candidates {
-        if fitting.iter().any(|(step_s, _)| *step_s <= floor_s * 1.001) {
+        if fitting.iter().any(|fitting| fitting.step_s <= floor_s * 1.001) {
             break;
         }
-        match plan(&blueprint, Rehearse::ToCompare) {
-            Ok(plan) => fitting.push((Estimate::of(&plan).time.step_s, blueprint)),
+        match plan(&blueprint, &*policy(settings, AutoPolicy::WINDOW), Rehearse::ToCompare) {
+            Ok(plan) => {
+                fitting.push(Fitting { step_s: Estimate::of(&plan).time.step_s, blueprint, window: AutoPolicy::WINDOW })
+            }
             // The last refusal is that of the plan that computes most again, and so takes the least memory.
             Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
             Err(other) => return Err(other),
         }
     }
+    fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+    // A smaller window leaves more room for homes; the best are tried with that too.
+    let streams =
+        |fitting: &Fitting| fitting.step_s > 1.005 * fitting.blueprint.costs(rates).step_s(fitting.blueprint.options());
+    if matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
+        let best: Vec<Blueprint> =
+            fitting.iter().take(3).filter(|best| streams(best)).map(|best| best.blueprint.clone()).collect();
+        for (blueprint, window) in best.into_iter().flat_map(|best| [1.5, 1.1].map(|window| (best.clone(), window))) {
+            if let Ok(plan) = plan(&blueprint, &*policy(settings, window), Rehearse::ToCompare) {
+                fitting.push(Fitting { step_s: Estimate::of(&plan).time.step_s, blueprint, window });
+            }
+        }
+        fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+    }
     // A longer rehearsal can find a window too full of holes that a short one found good.
-    fitting.sort_by(|a, b| a.0.total_cmp(&b.0));
-    for (_, blueprint) in fitting {
-        match plan(&blueprint, Rehearse::ToRun) {
+    for Fitting { blueprint, window, .. } in fitting {
+        match plan(&blueprint, &*policy(settings, window), Rehearse::ToRun) {
             Ok(plan) => {
                 let estimate = Estimate::of(&plan);
                 return Ok((blueprint, plan, estimate));

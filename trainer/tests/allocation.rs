@@ -64,7 +64,7 @@ fn steady_steps_take_nothing_from_the_heap() {
     let everything = HostPolicy { parameters: true, optimizer: true };
     let squeezed = tight(&options, 1_000_000, 600_000, nvme.path());
     let policies: [(&dyn PlacementPolicy, _); 3] =
-        [(&DevicePolicy, plenty()), (&everything, plenty()), (&AutoPolicy, squeezed)];
+        [(&DevicePolicy, plenty()), (&everything, plenty()), (&AutoPolicy::USUAL, squeezed)];
     for (policy, budgets) in policies {
         let dry: Arc<dyn Backend> = Arc::new(Dry::new(1, 0, DryProfile::default()));
         let blueprint = Blueprint::new(options.clone(), dry.as_ref());

@@ -201,8 +201,11 @@ fn resumed_is_uninterrupted_bit_for_bit() {
             assert!(said.contains("step 4"), "{said}");
             let checkpoint = checkpoint.unwrap();
             let tight = smallest(&options(ZERO3), nvme.path());
-            let cases: [(Sharding, &dyn PlacementPolicy, Budgets); 3] =
-                [(UNSHARDED, &DevicePolicy, plenty()), (ZERO3, &DevicePolicy, plenty()), (ZERO3, &AutoPolicy, tight)];
+            let cases: [(Sharding, &dyn PlacementPolicy, Budgets); 3] = [
+                (UNSHARDED, &DevicePolicy, plenty()),
+                (ZERO3, &DevicePolicy, plenty()),
+                (ZERO3, &AutoPolicy::USUAL, tight),
+            ];
             for (sharding, policy, budgets) in cases {
                 let what = format!("{} {dtype:?} {moments:?} {sharding:?} {}", folder.display(), policy.name());
                 let on_disk = budgets.nvme > 0;
@@ -223,7 +226,9 @@ fn smallest(options: &Options, nvme: &Path) -> Budgets {
     let blueprint = Blueprint::new(options.clone(), &cpu);
     let budgets = |device: u64, host: u64| Budgets { device, host, nvme: 1 << 30, nvme_folder: Some(nvme.to_owned()) };
     let fits = |device: u64, host: u64| {
-        blueprint.plan(&cpu, &Rates::assumed("cpu"), &AutoPolicy, budgets(device, host), None, Rehearse::ToRun).is_ok()
+        blueprint
+            .plan(&cpu, &Rates::assumed("cpu"), &AutoPolicy::USUAL, budgets(device, host), None, Rehearse::ToRun)
+            .is_ok()
     };
     let least = |fits: &dyn Fn(u64) -> bool| {
         let (mut low, mut high) = (0, 1 << 30);

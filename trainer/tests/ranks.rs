@@ -121,7 +121,7 @@ fn sharding_and_placement_change_no_bit() {
         let optimizer_on_host = HostPolicy { parameters: false, optimizer: true };
         let offloaded = train(&with(ZERO2), &folder, &optimizer_on_host, &plenty(), 2);
         same(&format!("zero2 offload {dtype:?}"), &plain, &offloaded);
-        let auto = train(&with(ZERO3), &folder, &AutoPolicy, &plenty(), 2);
+        let auto = train(&with(ZERO3), &folder, &AutoPolicy::USUAL, &plenty(), 2);
         same(&format!("auto {dtype:?}"), &plain, &auto);
     }
 }
@@ -177,7 +177,7 @@ fn replicas_stay_alike_in_all_formats() {
         options.shards = Some(2);
         let pairs = train(&options, &folder, &DevicePolicy, &plenty(), 4);
         options.sharding = ZERO1;
-        same(&format!("{moments:?}"), &pairs, &train(&options, &folder, &AutoPolicy, &plenty(), 4));
+        same(&format!("{moments:?}"), &pairs, &train(&options, &folder, &AutoPolicy::USUAL, &plenty(), 4));
     }
 }
 
@@ -204,7 +204,7 @@ fn micro_batches_summed_one_by_one() {
             }
         }
         let host = HostPolicy { parameters: true, optimizer: true };
-        for (sharding, policy) in [(ZERO2, &AutoPolicy as &(dyn PlacementPolicy + Sync)), (ZERO3, &host)] {
+        for (sharding, policy) in [(ZERO2, &AutoPolicy::USUAL as &(dyn PlacementPolicy + Sync)), (ZERO3, &host)] {
             for round in [1, 2] {
                 (options.sharding, options.round) = (sharding, round);
                 let what = format!("{world} ranks, {}, rounds of {round}", policy.name());

@@ -232,8 +232,8 @@ fn placement_and_recompute_change_no_bit() {
         let cases: [(&dyn PlacementPolicy, Budgets, Keep); 4] = [
             (&host, plenty(), Keep::All),
             (&half, plenty(), Keep::Selective),
-            (&AutoPolicy, plenty(), Keep::Ffn),
-            (&AutoPolicy, tight, Keep::Block),
+            (&AutoPolicy::USUAL, plenty(), Keep::Ffn),
+            (&AutoPolicy::USUAL, tight, Keep::Block),
         ];
         for (policy, budgets, keep) in cases {
             let what = format!("{dtype:?} {moments:?} {} {keep:?}", policy.name());

@@ -1,10 +1,10 @@
 //! The control plane's access to chunks at home: initial weights in, exact weights out, raw bytes both ways.
 
 use super::StatefulTensorMgr;
+use super::moves::file_pieces;
 use crate::error::{Error, Result};
-use crate::plan::placed_bytes;
 use crate::units::{ChunkId, GroupId, Role};
-use castor_kernels::{DType, Span, Stream, Tier, numeric};
+use castor_kernels::{DType, Stream, Tier, numeric};
 use rayon::prelude::*;
 
 /// Elements handled at once: bounds the host memory that loading takes.
@@ -131,13 +131,14 @@ impl StatefulTensorMgr {
             self.backend.download(home, &mut out)?;
             return Ok(out);
         }
-        let padded = placed_bytes(Tier::Nvme, home.bytes);
-        let (stage, free) = self.take_staging(padded)?;
-        let file = Span::new(Tier::Nvme, home.offset, padded);
-        let read = self.transfer.copy(Stream::NvmeRead, file, stage, free)?;
-        self.join(read)?;
-        self.backend.read_host(stage.part(0, home.bytes), &mut out);
-        self.staging.give(stage, read);
+        for (file, piece) in file_pieces(home) {
+            let (stage, free) = self.take_staging(file.bytes)?;
+            let read = self.transfer.copy(Stream::NvmeRead, file, stage, free)?;
+            self.join(read)?;
+            let out = &mut out[piece.offset as usize..(piece.offset + piece.bytes) as usize];
+            self.backend.read_host(stage.part(0, piece.bytes), out);
+            self.staging.give(stage, read);
+        }
         Ok(out)
     }
 
@@ -187,14 +188,14 @@ impl StatefulTensorMgr {
             return Ok(self.backend.upload(home.part(offset, bytes.len() as u64), bytes)?);
         }
         // Offsets are multiples of the piece, so only the last piece ends within a file granule.
-        let padded = placed_bytes(Tier::Nvme, bytes.len() as u64);
-        let (stage, free) = self.take_staging(padded)?;
-        self.join(free)?;
-        self.backend.write_host(stage, bytes);
-        let file = Span::new(Tier::Nvme, home.offset + offset, padded);
-        let written = self.transfer.copy(Stream::NvmeWrite, stage, file, free)?;
-        self.join(written)?;
-        self.staging.give(stage, written);
+        for (file, piece) in file_pieces(home.part(offset, bytes.len() as u64)) {
+            let (stage, free) = self.take_staging(file.bytes)?;
+            self.join(free)?;
+            self.backend.write_host(stage, &bytes[piece.offset as usize..(piece.offset + piece.bytes) as usize]);
+            let written = self.transfer.copy(Stream::NvmeWrite, stage, file, free)?;
+            self.join(written)?;
+            self.staging.give(stage, written);
+        }
         Ok(())
     }
 }

@@ -13,6 +13,23 @@ use crate::schedule::Access;
 use crate::units::ChunkId;
 use castor_kernels::{Among, Span, Stream, Tier, View};
 
+/// What passes through staging at a time, in bytes: many pieces are on their way at once, in either direction.
+pub(crate) const STAGED_BYTES: u64 = 64 << 20;
+
+/// Where part of a chunk lies in the chunk.
+pub(super) struct Piece {
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+/// The pieces in which a home on the disk passes through staging: places in the file, and in the chunk.
+pub(super) fn file_pieces(home: Span) -> impl Iterator<Item = (Span, Piece)> {
+    (0..home.bytes).step_by(STAGED_BYTES as usize).map(move |offset| {
+        let bytes = STAGED_BYTES.min(home.bytes - offset);
+        (Span::new(Tier::Nvme, home.offset + offset, placed_bytes(Tier::Nvme, bytes)), Piece { offset, bytes })
+    })
+}
+
 impl StatefulTensorMgr {
     /// Drops an idle copy of the wrong form, but for a shard from which the whole will be gathered. Returns whether a
     /// copy of the right form is missing.
@@ -80,14 +97,15 @@ impl StatefulTensorMgr {
             Tier::Device => (home, home_ready.and(free)),
             Tier::Host => (own, self.transfer.copy(Stream::HostToDevice, home, own, home_ready.and(free))?),
             Tier::Nvme => {
-                let padded = placed_bytes(Tier::Nvme, home.bytes);
-                let (stage, stage_free) = self.take_staging(padded)?;
-                let file = Span::new(Tier::Nvme, home.offset, padded);
-                let read = self.transfer.copy(Stream::NvmeRead, file, stage, home_ready.and(stage_free))?;
-                let source = stage.part(0, home.bytes);
-                let ready = self.transfer.copy(Stream::HostToDevice, source, own, read.and(free))?;
-                self.staging.give(stage, ready);
-                self.note_staging(padded);
+                let mut ready = free;
+                for (file, piece) in file_pieces(home) {
+                    let (stage, stage_free) = self.take_staging(file.bytes)?;
+                    let read = self.transfer.copy(Stream::NvmeRead, file, stage, home_ready.and(stage_free))?;
+                    let (source, target) = (stage.part(0, piece.bytes), own.part(piece.offset, piece.bytes));
+                    ready = self.transfer.copy(Stream::HostToDevice, source, target, read.and(free))?;
+                    self.staging.give(stage, ready);
+                    self.note_staging(file.bytes);
+                }
                 (own, ready)
             }
         };
@@ -144,15 +162,16 @@ impl StatefulTensorMgr {
                 (done, done)
             }
             Tier::Nvme => {
-                let padded = placed_bytes(Tier::Nvme, home.bytes);
-                let (stage, stage_free) = self.take_staging(padded)?;
-                let target = stage.part(0, home.bytes);
-                let staged = self.transfer.copy(Stream::DeviceToHost, source, target, written.and(stage_free))?;
-                let file = Span::new(Tier::Nvme, home.offset, padded);
-                let done = self.transfer.copy(Stream::NvmeWrite, stage, file, staged.and(used))?;
-                self.staging.give(stage, done);
-                self.note_staging(padded);
-                (staged, done)
+                let (mut left_device, mut stored) = (written, written);
+                for (file, piece) in file_pieces(home) {
+                    let (stage, stage_free) = self.take_staging(file.bytes)?;
+                    let (from, to) = (source.part(piece.offset, piece.bytes), stage.part(0, piece.bytes));
+                    left_device = self.transfer.copy(Stream::DeviceToHost, from, to, written.and(stage_free))?;
+                    stored = self.transfer.copy(Stream::NvmeWrite, stage, file, left_device.and(used))?;
+                    self.staging.give(stage, stored);
+                    self.note_staging(file.bytes);
+                }
+                (left_device, stored)
             }
         };
         self.chunk_mut(chunk).home_ready = stored;
