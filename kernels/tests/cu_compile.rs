@@ -12,7 +12,7 @@
 
 use castor_kernels::DType;
 use castor_kernels::cuda::nvrtc::compile;
-use castor_kernels::cuda::programs::{Formula, Master, Program};
+use castor_kernels::cuda::programs::{Formula, Master, Program, Tiles};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use std::path::{Path, PathBuf};
 
@@ -105,7 +105,10 @@ fn programs(architecture: &str, every: bool) -> Vec<Program> {
                 Program::Cast(from, to) => {
                     (from, to) == (DType::Bf16, DType::F32) || measured && (from, to) == (DType::F32, DType::Bf16)
                 }
-                Program::Attention(dtype, head) => dtype == DType::Bf16 && (head == 128 || measured),
+                Program::Attention(dtype, head, tiles, masked) => {
+                    let chosen = tiles == Tiles::FASTEST || tiles == Tiles::SMALLEST;
+                    dtype == DType::Bf16 && chosen && (head == 128 && !masked || measured)
+                }
                 Program::Embed(dtype)
                 | Program::Rmsnorm(dtype)
                 | Program::Columns(dtype)

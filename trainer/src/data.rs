@@ -47,6 +47,8 @@ pub struct DataSpec {
     pub bos: bool,
     /// Whether each document ends with the tokenizer's EOS.
     pub eos: bool,
+    /// Whether a token attends within its own document only: rows then know where documents begin.
+    pub document_mask: bool,
 }
 
 impl DataSpec {
@@ -59,6 +61,7 @@ impl DataSpec {
             token_format: None,
             bos: true,
             eos: true,
+            document_mask: false,
         }
     }
 }

@@ -244,6 +244,7 @@ pub fn options(
         sharding: Sharding { parameters: preset.parameters, gradients: preset.gradients, optimizer: preset.optimizer },
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
         fused_attention: settings.memory.flash_attention,
+        document_mask: settings.data.document_mask,
         deterministic: settings.backend.deterministic,
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(optimizer),

@@ -156,7 +156,7 @@ impl<'a> Step<'a> {
                 let batch = self.batch(micro);
                 let places = model.activations.block(self.memory, block, self.place(micro), batch);
                 let out = model.activations.block_output(self.memory, block, self.place(micro), batch);
-                self.block().forward(&weights, &places, out);
+                self.block(micro).forward(&weights, &places, out);
             }
             self.mgr.release(lease)?;
         }
@@ -185,7 +185,7 @@ impl<'a> Step<'a> {
             for micro in self.micros() {
                 let mut places = model.activations.block(self.memory, 0, 0, self.batch(micro));
                 places.input = self.hidden(micro);
-                self.block().forward(&weights, &places, places.input);
+                self.block(micro).forward(&weights, &places, places.input);
             }
             self.mgr.release(lease)?;
         }
@@ -336,7 +336,7 @@ impl<'a> Step<'a> {
             let batch = self.batch(micro);
             let places = model.activations.block(self.memory, block, self.place(micro), batch);
             let d_h = model.activations.d_hidden(self.memory, self.place(micro), batch);
-            self.block().backward(&weights, &places, d_h, &gradients, into(micro));
+            self.block(micro).backward(&weights, &places, d_h, &gradients, into(micro));
         }
         self.mgr.release(lease)?;
         self.square_last()?;
@@ -471,12 +471,13 @@ impl<'a> Step<'a> {
         embedding::forward(ops, &self.model.shape, &ids, self.tensor(lease, Groups::EMBEDDING, 0), out);
     }
 
-    fn block(&self) -> Block<'_> {
+    fn block(&self, micro: u64) -> Block<'_> {
         Block {
             ops: self.ops.as_ref(),
             shape: &self.model.shape,
             attention: self.model.activations.request().attention,
             rope: self.inputs.rope(),
+            starts: self.inputs.starts(micro),
         }
     }
 

@@ -44,7 +44,7 @@ impl StepRows {
 
     /// The micro-batches.
     pub fn micros(&self) -> impl Iterator<Item = MicroBatch<'_>> {
-        self.ids.iter().zip(&self.labels).take(self.used).map(|(ids, labels)| MicroBatch { ids, labels })
+        self.ids.iter().zip(&self.labels).take(self.used).map(|(ids, labels)| MicroBatch { ids, labels, starts: None })
     }
 
     /// Tokens that count on this rank.

@@ -46,7 +46,7 @@ fn train(
         let mut results = Vec::new();
         for step in 0..5 {
             let batch = rows_of(folder, step, rank as usize * each, each);
-            let micros = [MicroBatch { ids: &batch.ids, labels: &batch.labels }];
+            let micros = [MicroBatch { ids: &batch.ids, labels: &batch.labels, starts: None }];
             let tokens = engine.total(micros[0].counted(batch.sequence)).unwrap();
             results.extend(engine.step(&StepInputs { micros: &micros, tokens }).unwrap());
         }
