@@ -1,7 +1,8 @@
 //! Castor's own attention: which of the three programs runs, and how.
 //!
 //! `attention.cu` (tensor cores) for f16 and bf16 up to D = 256 where a block's shared memory suffices,
-//! `attention_any.cu` otherwise, `attention_plain.cu` where the scores shall be materialised.
+//! `attention_any.cu` otherwise, `attention_plain.cu` where the scores shall be materialised. With a document mask
+//! these are used even where cuDNN could be: its graphs have no such mask.
 
 use super::Ptr;
 use super::launch::{Launcher, aligned, real};
