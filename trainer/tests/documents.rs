@@ -1,7 +1,10 @@
 //! Document masks: a row of packed documents is what each document is alone.
 
+#[path = "support/binary.rs"]
+mod binary;
 mod support;
 
+use binary::{accepts, folder, refuses};
 use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_kernels::{Backend, DType, ops::IGNORED};
 use castor_runtime::{GroupId, policy::DevicePolicy};
@@ -11,6 +14,7 @@ use castor_trainer::{
     config::{ModelConfig, RopeScaling},
     engine::{Engine, StepInputs},
     inputs::MicroBatch,
+    report::log::RunLog,
     weights::RandomWeights,
 };
 use std::sync::Arc;
@@ -161,4 +165,53 @@ fn starts_that_are_none_are_refused() {
         let error = engine.evaluate(&[micro]).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
+}
+
+/// A run on rows of two documents with the mask is the run on rows of one document each: on one rank and on two, in
+/// steps and evaluation, from text and from packed tokens.
+#[test]
+fn a_masked_run_is_that_of_documents_in_rows_of_their_own() {
+    let folder = folder();
+    let folder = folder.path();
+    // With BOS and EOS each document has 8 tokens.
+    std::fs::write(folder.join("data.txt"), "abcdef\n\nghijkl\n\nmnopqr\n\nstuvwx\n").unwrap();
+    accepts(folder, "data pack data.txt --tokenizer bytes --out packed", None);
+    let train = |launch: &str, more: &str| {
+        let words = "train --config model.json --shuffle false --lr 1e-3 --max_steps 3 --num_epochs 3 --backend cpu \
+                     --no_save_model --output_dir out --plugin zero3";
+        accepts(folder, &format!("{launch} {words} {more}"), None);
+        let run = RunLog::read(&folder.join("out")).unwrap().unwrap();
+        std::fs::remove_dir_all(folder.join("out")).unwrap();
+        run
+    };
+    let data = |name: &str| format!("--data {name} --eval_data {name}");
+    let alone = train("", &format!("{} --max_length 8 --batch_size 4", data("data.txt")));
+    assert_eq!(alone.steps[0].counted_tokens, 28);
+    let near = |a: f64, b: f64| (a - b).abs() <= ORDER * b.abs();
+    for (launch, name, batch) in
+        [("", "data.txt", 2), ("", "packed", 2), ("run --nproc_per_node 2", "packed/tokens.bin", 1)]
+    {
+        let more = format!("{} --max_length 16 --batch_size {batch} --document_mask", data(name));
+        let masked = train(launch, &more);
+        assert_eq!(masked.steps.len(), 3);
+        for (step, expected) in masked.steps.iter().zip(&alone.steps) {
+            assert_eq!(step.counted_tokens, expected.counted_tokens);
+            assert!(near(step.loss, expected.loss), "{name}: {} and {}", step.loss, expected.loss);
+            assert!(near(step.grad_norm, expected.grad_norm), "{name}: {} and {}", step.grad_norm, expected.grad_norm);
+        }
+        let (found, expected) = (&masked.evaluations[0], &alone.evaluations[0]);
+        assert!(near(found.loss, expected.loss), "{name}: {} and {}", found.loss, expected.loss);
+    }
+}
+
+#[test]
+fn a_checkpoint_says_whether_documents_were_masked() {
+    let folder = folder();
+    let folder = folder.path();
+    std::fs::write(folder.join("data.txt"), "abcdef\n\nghijkl\n").unwrap();
+    let words =
+        "train --config model.json --data data.txt --max_length 16 --backend cpu --no_save_model --output_dir out";
+    accepts(folder, &format!("{words} --document_mask --max_steps 1 --save_steps 1"), None);
+    let said = refuses(folder, &format!("{words} --max_steps 2 --num_epochs 2 --resume"));
+    assert!(said.contains("data.document_mask true") && said.contains("--document_mask"), "{said}");
 }
