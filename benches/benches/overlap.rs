@@ -62,6 +62,7 @@ fn options() -> Options {
         keep: vec![Keep::All; config.num_hidden_layers as usize],
         first_keep: Keep::All,
         fused_attention: true,
+        document_mask: false,
         deterministic: true,
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }),
@@ -102,7 +103,7 @@ fn run(
     engine.load(&RandomWeights::new(&model(), 1))?;
     let tokens = ROWS * SEQUENCE;
     let ids: Vec<i32> = (0..tokens).map(|at| (castor_kernels::rng::bits(3, at, 0) % 512) as i32).collect();
-    let micro = MicroBatch { ids: &ids, labels: &ids };
+    let micro = MicroBatch { ids: &ids, labels: &ids, starts: None };
     let counted = micro.counted(SEQUENCE);
     let mut seconds = Vec::new();
     let mut loss = 0.0;

@@ -2,6 +2,8 @@
 // models, and of chips whose shared memory is too small for attention.cu. Memory is linear in S and the
 // order of all sums is fixed, as there. Option: REAL.
 //
+// `starts` u32 [B, S] is null, or the first position that each row sees (never decreasing within a sequence).
+//
 // A warp owns four rows; a lane is one of 32 columns of scores, and one of 32 columns of every 32 of the head.
 
 struct Shape {
@@ -54,6 +56,10 @@ __device__ __forceinline__ void accumulate(float (&sums)[OWN][CHUNKS], const flo
         }
     }
 }
+// First position that a row sees; none beyond the sequence's end.
+__device__ __forceinline__ u32 start_of(const u32* starts, u32 row, u32 sequence) {
+    return starts == nullptr || row >= sequence ? 0 : starts[(u64)blockIdx.z * sequence + row];
+}
 __device__ __forceinline__ void clear(float (&sums)[OWN][CHUNKS]) {
 #pragma unroll
     for (u32 r = 0; r < OWN; r++)
@@ -72,7 +78,7 @@ __device__ __forceinline__ void store(Real* target, u64 stride, u32 valid, const
 }
 
 extern "C" __global__ __launch_bounds__(128) void attention_forward(const Real* qkv, Real* out, float* stats,
-                                                                    Shape shape) {
+                                                                    const u32* starts, Shape shape) {
     extern __shared__ float memory[];
     const u32 head_dim = shape.head_dim, pitch = head_dim + 1;
     float *queries = memory, *keys = queries + ROWS * head_dim, *values = keys + COLUMNS * pitch;
@@ -86,13 +92,16 @@ extern "C" __global__ __launch_bounds__(128) void attention_forward(const Real* 
     load(queries, head_dim, ROWS, batch + (u64)head * head_dim + q_start * stride, stride,
          rows_left(shape.sequence, q_start), head_dim);
     float sums[OWN][CHUNKS], most[OWN], total[OWN];
+    u32 row_start[OWN];
     clear(sums);
 #pragma unroll
     for (u32 r = 0; r < OWN; r++) {
+        row_start[r] = start_of(starts, q_start + own + r, shape.sequence);
         most[r] = -INFINITE;
         total[r] = 0.0f;
     }
-    for (u32 start = 0; start < q_start + ROWS && start < shape.sequence; start += COLUMNS) {
+    const u32 first = start_of(starts, q_start, shape.sequence) / COLUMNS * COLUMNS;
+    for (u32 start = first; start < q_start + ROWS && start < shape.sequence; start += COLUMNS) {
         __syncthreads();
         load(keys, pitch, COLUMNS, key + start * stride, stride, rows_left(shape.sequence, start), head_dim);
         load(values, pitch, COLUMNS, value + start * stride, stride, rows_left(shape.sequence, start), head_dim);
@@ -101,11 +110,13 @@ extern "C" __global__ __launch_bounds__(128) void attention_forward(const Real* 
         products(s, queries + own * head_dim, keys, head_dim);
 #pragma unroll
         for (u32 r = 0; r < OWN; r++) {
-            s[r] = start + lane > q_start + own + r ? -INFINITE : s[r] * shape.scale;
-            // Finite: every row sees column 0, which is in the first tile.
-            const float now = fmaxf(most[r], warp_max(s[r])), shrink = expf(most[r] - now);
+            const bool hidden = start + lane > q_start + own + r || start + lane < row_start[r];
+            s[r] = hidden ? -INFINITE : s[r] * shape.scale;
+            const float now = fmaxf(most[r], warp_max(s[r]));
+            // With documents a row may have seen nothing yet.
+            const float shrink = now == most[r] ? 1.0f : expf(most[r] - now);
             most[r] = now;
-            s[r] = expf(s[r] - now);
+            s[r] = hidden ? 0.0f : expf(s[r] - now);
             total[r] = total[r] * shrink + warp_sum(s[r]);
 #pragma unroll
             for (u32 c = 0; c < CHUNKS; c++) sums[r][c] *= shrink;
@@ -141,7 +152,7 @@ extern "C" __global__ __launch_bounds__(128) void attention_delta(const Real* ou
 
 extern "C" __global__ __launch_bounds__(128) void attention_backward_q(const Real* qkv, const Real* d_out,
                                                                        const float* stats, const float* delta,
-                                                                       Real* d_qkv, Shape shape) {
+                                                                       Real* d_qkv, const u32* starts, Shape shape) {
     extern __shared__ float memory[];
     const u32 head_dim = shape.head_dim, pitch = head_dim + 1;
     float *queries = memory, *upstream = queries + ROWS * head_dim, *keys = upstream + ROWS * head_dim;
@@ -160,14 +171,17 @@ extern "C" __global__ __launch_bounds__(128) void attention_backward_q(const Rea
          head_dim);
     const u64 row = ((u64)blockIdx.z * shape.heads + head) * shape.sequence + q_start + own;
     float sums[OWN][CHUNKS], log_sum[OWN], minus[OWN], factor[OWN];
+    u32 row_start[OWN];
     clear(sums);
 #pragma unroll
     for (u32 r = 0; r < OWN; r++) {
+        row_start[r] = start_of(starts, q_start + own + r, shape.sequence);
         log_sum[r] = r < valid ? stats[row + r] : 0.0f;
         minus[r] = r < valid ? delta[row + r] : 0.0f;
         factor[r] = shape.scale;
     }
-    for (u32 start = 0; start < q_start + ROWS && start < shape.sequence; start += COLUMNS) {
+    const u32 first = start_of(starts, q_start, shape.sequence) / COLUMNS * COLUMNS;
+    for (u32 start = first; start < q_start + ROWS && start < shape.sequence; start += COLUMNS) {
         __syncthreads();
         load(keys, pitch, COLUMNS, key + start * stride, stride, rows_left(shape.sequence, start), head_dim);
         load(values, pitch, COLUMNS, value + start * stride, stride, rows_left(shape.sequence, start), head_dim);
@@ -177,7 +191,7 @@ extern "C" __global__ __launch_bounds__(128) void attention_backward_q(const Rea
         products(d, upstream + own * head_dim, values, head_dim);
 #pragma unroll
         for (u32 r = 0; r < OWN; r++)
-            d[r] = start + lane > q_start + own + r
+            d[r] = start + lane > q_start + own + r || start + lane < row_start[r]
                        ? 0.0f
                        : expf(p[r] * shape.scale - log_sum[r]) * (d[r] - minus[r]);
         accumulate(sums, d, keys, head_dim);
@@ -189,7 +203,7 @@ extern "C" __global__ __launch_bounds__(128) void attention_backward_q(const Rea
 // Rows are keys here, columns are queries: over the group's heads and the query tiles from the diagonal down.
 extern "C" __global__ __launch_bounds__(128, 2) void attention_backward_kv(const Real* qkv, const Real* d_out,
                                                                         const float* stats, const float* delta,
-                                                                        Real* d_qkv, Shape shape) {
+                                                                        Real* d_qkv, const u32* starts, Shape shape) {
     extern __shared__ float memory[];
     const u32 head_dim = shape.head_dim, pitch = head_dim + 1;
     float *keys = memory, *values = keys + ROWS * head_dim, *queries = values + ROWS * head_dim;
@@ -214,6 +228,9 @@ extern "C" __global__ __launch_bounds__(128, 2) void attention_backward_kv(const
     for (u32 head = kv_head * group; head < (kv_head + 1) * group; head++) {
         const u64 row = ((u64)blockIdx.z * shape.heads + head) * shape.sequence;
         for (u32 start = kv_start / COLUMNS * COLUMNS; start < shape.sequence; start += COLUMNS) {
+            // Starts never decrease: no query from here on sees one of these keys.
+            if (start_of(starts, start, shape.sequence) >= kv_start + ROWS) break;
+            const u32 row_start = start_of(starts, start + lane, shape.sequence);
             const u32 rows = rows_left(shape.sequence, start);
             __syncthreads();
             load(queries, pitch, COLUMNS, batch + (u64)head * head_dim + start * stride, stride, rows, head_dim);
@@ -228,8 +245,9 @@ extern "C" __global__ __launch_bounds__(128, 2) void attention_backward_kv(const
             products(d, values + own * head_dim, upstream, head_dim);
 #pragma unroll
             for (u32 r = 0; r < OWN; r++) {
-                p[r] = start + lane < kv_start + own + r || lane >= rows ? 0.0f
-                                                                         : expf(p[r] * shape.scale - log_sum);
+                const u32 key = kv_start + own + r;
+                p[r] = start + lane < key || key < row_start || lane >= rows ? 0.0f
+                                                                             : expf(p[r] * shape.scale - log_sum);
                 d[r] = p[r] * (d[r] - minus);
             }
             accumulate(d_value, p, upstream, head_dim);

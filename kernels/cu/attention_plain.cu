@@ -72,28 +72,32 @@ extern "C" __global__ __launch_bounds__(256) void product_values(const float* le
     product(left, right, target, p);
 }
 
-// One block a row: scores become probabilities, with the row's log-sum-exp in stats.
-extern "C" __global__ __launch_bounds__(256) void softmax(float* scores, float* stats, u32 sequence) {
+// One block a row: scores become probabilities, with the row's log-sum-exp in stats. starts u32 [S] of this
+// sequence is null, or the first column that each row sees.
+extern "C" __global__ __launch_bounds__(256) void softmax(float* scores, float* stats, const u32* starts,
+                                                          u32 sequence) {
     __shared__ float maxes[32], sums[32];
-    const u32 row = blockIdx.x;
+    const u32 row = blockIdx.x, start = starts == nullptr ? 0 : starts[row];
     float* base = scores + ((u64)blockIdx.y * sequence + row) * sequence;
     float most = -INFINITE, sum = 0.0f;
-    for (u32 i = threadIdx.x; i <= row; i += 256) most = fmaxf(most, base[i]);
+    for (u32 i = start + threadIdx.x; i <= row; i += 256) most = fmaxf(most, base[i]);
     most = block_max(most, maxes);
-    for (u32 i = threadIdx.x; i <= row; i += 256) sum += expf(base[i] - most);
+    for (u32 i = start + threadIdx.x; i <= row; i += 256) sum += expf(base[i] - most);
     sum = block_sum(sum, sums);
     const float inverse = 1.0f / sum;
-    for (u32 i = threadIdx.x; i <= row; i += 256) base[i] = expf(base[i] - most) * inverse;
+    for (u32 i = threadIdx.x; i <= row; i += 256)
+        base[i] = i < start ? 0.0f : expf(base[i] - most) * inverse;
     if (threadIdx.x == 0) stats[(u64)blockIdx.y * sequence + row] = most + logf(sum);
 }
 
 // One block a row: scores become probabilities again, and their gradients those of the scores, from
 // delta = Σ_d out·d_out of the row. Columns right of the diagonal are never read.
 extern "C" __global__ __launch_bounds__(256) void softmax_backward(float* scores, float* gradients, const float* stats,
-                                                                   const Real* out, const Real* d_out, u32 sequence,
-                                                                   u32 heads, u32 head_dim) {
+                                                                   const Real* out, const Real* d_out,
+                                                                   const u32* starts, u32 sequence, u32 heads,
+                                                                   u32 head_dim) {
     __shared__ float sums[32];
-    const u32 row = blockIdx.x, head = blockIdx.y;
+    const u32 row = blockIdx.x, head = blockIdx.y, start = starts == nullptr ? 0 : starts[row];
     const u64 base = ((u64)head * sequence + row) * sequence;
     const u64 at = ((u64)row * heads + head) * head_dim;
     float delta = 0.0f;
@@ -101,7 +105,7 @@ extern "C" __global__ __launch_bounds__(256) void softmax_backward(float* scores
     delta = block_sum(delta, sums);
     const float log_sum = stats[(u64)head * sequence + row];
     for (u32 i = threadIdx.x; i <= row; i += 256) {
-        const float p = expf(scores[base + i] - log_sum);
+        const float p = i < start ? 0.0f : expf(scores[base + i] - log_sum);
         scores[base + i] = p;
         gradients[base + i] = p * (gradients[base + i] - delta);
     }

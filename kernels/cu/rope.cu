@@ -1,14 +1,20 @@
 // Rotary position embedding on the q and k heads of packed qkv, in place. Option: REAL.
-// table f32 [S, D]: D/2 cosines, then D/2 sines; pairs are (i, i + D/2).
+// table f32 [S, D]: D/2 cosines, then D/2 sines; pairs are (i, i + D/2). starts u32 [T], or null: the position within
+// its row of each token's document, from which positions count.
+
+__device__ __forceinline__ u32 position_of(u32 token, u32 sequence, const u32* starts) {
+    return token % sequence - (starts == nullptr ? 0 : starts[token]);
+}
 
 // `lanes` = D/16 threads share a head; each keeps its eight cosines and sines and walks over heads.
-extern "C" __global__ __launch_bounds__(256) void rope_wide(Real* qkv, const float* __restrict__ table, u32 sequence,
-                                                            u32 heads, u32 head_dim, u64 packed, float direction) {
+extern "C" __global__ __launch_bounds__(256) void rope_wide(Real* qkv, const float* __restrict__ table,
+                                                            const u32* __restrict__ starts, u32 sequence, u32 heads,
+                                                            u32 head_dim, u64 packed, float direction) {
     const u32 lanes = head_dim / 16, half = head_dim / 2;
     const u32 token = blockIdx.x;
     const u32 i = (threadIdx.x % lanes) * 8;
     const u32 together = blockDim.x / lanes;
-    const float* row = table + (u64)(token % sequence) * head_dim;
+    const float* row = table + (u64)position_of(token, sequence, starts) * head_dim;
     const Eight cosine = load8(row + i);
     const Eight sine = load8(row + half + i);
     Real* base = qkv + (u64)token * packed;
@@ -26,11 +32,12 @@ extern "C" __global__ __launch_bounds__(256) void rope_wide(Real* qkv, const flo
     }
 }
 
-extern "C" __global__ __launch_bounds__(256) void rope_any(Real* qkv, const float* __restrict__ table, u32 sequence,
-                                                           u32 heads, u32 head_dim, u64 packed, float direction) {
+extern "C" __global__ __launch_bounds__(256) void rope_any(Real* qkv, const float* __restrict__ table,
+                                                           const u32* __restrict__ starts, u32 sequence, u32 heads,
+                                                           u32 head_dim, u64 packed, float direction) {
     const u32 half = head_dim / 2;
     const u32 token = blockIdx.x;
-    const float* row = table + (u64)(token % sequence) * head_dim;
+    const float* row = table + (u64)position_of(token, sequence, starts) * head_dim;
     for (u32 pair = threadIdx.x; pair < heads * half; pair += blockDim.x) {
         const u32 i = pair % half;
         Real* first = qkv + (u64)token * packed + (u64)(pair / half) * head_dim + i;

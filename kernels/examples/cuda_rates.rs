@@ -1,8 +1,10 @@
 //! What a GPU does for Castor, in numbers: TFLOP/s of matrix products and attention, GB/s of the kernels that
 //! only move memory, and of copies. Prints tables; takes about a minute.
 //!
-//! Run as `cuda_rates [TOKENS]` (16384 by default; Llama-7B shapes).
+//! Run as `cuda_rates [TOKENS] [--only attention]` (16384 by default; Llama-7B shapes). With `--only attention` each
+//! way to cut Castor's own attention kernel has a line: TFLOP/s, and the worst relative error against the plain path.
 
+use castor_kernels::cuda::programs::Tiles;
 use castor_kernels::cuda::{Cuda, CudaOptions};
 use castor_kernels::ops::{AdamW, Attention, Into, Linear, State, Update};
 use castor_kernels::{Backend, DType, Memory, Operators, Order, Result, Span, Stream, Tier, View, rng};
@@ -29,7 +31,11 @@ fn main() -> ExitCode {
 }
 
 fn rates() -> Result<()> {
-    let tokens = std::env::args().nth(1).and_then(|argument| argument.parse().ok()).unwrap_or(16384);
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let tokens = arguments.iter().find_map(|argument| argument.parse().ok()).unwrap_or(16384);
+    if arguments.windows(2).any(|pair| pair == ["--only", "attention"]) {
+        return cuts(tokens);
+    }
     for found in castor_kernels::cuda::survey() {
         match found.state {
             Ok(usable) => println!("{:24} {:10} {}", found.library, usable.version, usable.path.display()),
@@ -56,7 +62,130 @@ fn rates() -> Result<()> {
     Ok(())
 }
 
+/// (S, H, K, D) of the comparison of cuts.
+const CUT_SHAPES: [[u64; 4]; 3] = [[2048, 32, 32, 128], [4096, 32, 8, 128], [2048, 16, 16, 64]];
+
+/// One line for cuDNN, and one for each way to cut the own kernel.
+fn cuts(tokens: u64) -> Result<()> {
+    println!("causal attention, bf16, {tokens} tokens, TFLOP/s forward and backward (which counts 2.5 times forward)");
+    let heads = CUT_SHAPES.map(|[s, h, k, d]| format!("{:>15}", format!("{s} {h} {k} {d}")));
+    println!("{:42} {} {:>9} {:>9} {:>7}", "", heads.join(" "), "error", "masked", "repeats");
+    for tiles in [None].into_iter().chain(Tiles::ALL.map(Some)) {
+        let own_attention = tiles.is_some();
+        let options = CudaOptions { timed: true, own_attention, attention_tiles: tiles, ..CudaOptions::default() };
+        let cuda = Cuda::new(options)?;
+        let device_bytes = cuda.device().available_bytes.min(8 << 30);
+        cuda.reserve(Tier::Device, device_bytes, None)?;
+        let mut bench = Bench { cuda, top: 0, device_bytes };
+        let workspace = bench.span(bench.cuda.workspace_bytes());
+        bench.cuda.set_workspace(workspace);
+        let name = tiles.map_or_else(|| bench.cuda.attention_backend(), |tiles| format!("{tiles:?}"));
+        let mut row = format!("{name:42}");
+        for [sequence, heads, kv_heads, head_dim] in CUT_SHAPES {
+            let batch = (tokens / sequence).max(1);
+            let shape =
+                Attention { batch, sequence, heads, kv_heads, head_dim, fused: true, deterministic: own_attention };
+            let [forward, backward] = bench.attention_rates(shape)?;
+            row.push_str(&format!(" {:>15}", format!("{forward:.0} {backward:.0}")));
+        }
+        let (mut errors, mut repeats) = ([0f64; 2], true);
+        for (sequence, head_dim) in [(1000, 128), (777, 64)] {
+            for (masked, error) in errors.iter_mut().enumerate() {
+                let found = bench.against_plain(sequence, head_dim, masked == 1)?;
+                *error = error.max(found.0);
+                repeats &= found.1;
+            }
+        }
+        println!("{row} {:9.1e} {:9.1e} {repeats:>7}", errors[0], errors[1]);
+    }
+    Ok(())
+}
+
+/// ‖a − b‖ / ‖b‖ of bf16 numbers.
+fn relative(a: &[u8], b: &[u8]) -> f64 {
+    let number = |bytes: &[u8; 2]| half::bf16::from_le_bytes(*bytes).to_f64();
+    let pairs = a.as_chunks::<2>().0.iter().zip(b.as_chunks::<2>().0);
+    let (apart, whole) = pairs.fold((0.0, 0.0), |(apart, whole), (a, b)| {
+        (apart + (number(a) - number(b)).powi(2), whole + number(b).powi(2))
+    });
+    let error = (apart / whole).sqrt();
+    if error.is_nan() { f64::INFINITY } else { error }
+}
+
+/// The views of one attention.
+struct Views {
+    qkv: View,
+    out: View,
+    d_out: View,
+    d_qkv: View,
+    stats: View,
+    scratch: View,
+}
+
 impl Bench {
+    fn attention_views(&mut self, shape: Attention, scratch_bytes: u64) -> Result<Views> {
+        let (dense, packed) = (shape.tokens() * shape.heads * shape.head_dim, shape.tokens() * shape.packed());
+        Ok(Views {
+            qkv: self.normal(DType::Bf16, packed, 1.0)?,
+            out: self.normal(DType::Bf16, dense, 1.0)?,
+            d_out: self.normal(DType::Bf16, dense, 1.0)?,
+            d_qkv: self.normal(DType::Bf16, packed, 1.0)?,
+            stats: self.normal(DType::F32, shape.tokens() * shape.heads, 1.0)?,
+            scratch: View { dtype: DType::F32, ..self.span(scratch_bytes.next_multiple_of(4)).view(DType::Q8) },
+        })
+    }
+
+    /// TFLOP/s of forward and backward.
+    fn attention_rates(&mut self, shape: Attention) -> Result<[f64; 2]> {
+        let top = self.top;
+        let bytes = self.cuda.attention_scratch_bytes(shape, DType::Bf16, false);
+        let v = self.attention_views(shape, bytes)?;
+        let operations = 2.0 * (shape.tokens() * shape.heads * shape.sequence * shape.head_dim) as f64 / 1e12;
+        let forward = self.seconds(Stream::Compute, |c| {
+            c.attention(v.qkv, None, v.out, v.stats, v.scratch, shape);
+            Ok(())
+        })?;
+        let backward = self.seconds(Stream::Compute, |c| {
+            c.attention_backward(v.qkv, None, v.out, v.stats, v.d_out, v.d_qkv, v.scratch, shape);
+            Ok(())
+        })?;
+        self.top = top;
+        Ok([operations / forward, 2.5 * operations / backward])
+    }
+
+    /// The worst relative error of output and gradient against the plain path, and whether the backward repeats.
+    fn against_plain(&mut self, sequence: u64, head_dim: u64, masked: bool) -> Result<(f64, bool)> {
+        let top = self.top;
+        let fused = Attention { batch: 2, sequence, heads: 8, kv_heads: 2, head_dim, fused: true, deterministic: true };
+        let plain = Attention { fused: false, ..fused };
+        let bytes = [fused, plain].map(|shape| self.cuda.attention_scratch_bytes(shape, DType::Bf16, masked));
+        let v = self.attention_views(fused, bytes[0].max(bytes[1]))?;
+        let starts = if masked {
+            // Documents of 41 and 55 tokens, whose borders fall on and between those of tiles.
+            let start = |t: u64| t / 96 * 96 + if t % 96 < 41 { 0 } else { 41 };
+            let starts = (0..fused.tokens()).map(|t| start(t % sequence) as i32);
+            let starts: Vec<u8> = starts.flat_map(i32::to_le_bytes).collect();
+            let span = self.span(starts.len() as u64);
+            self.cuda.upload(span, &starts)?;
+            Some(span.view(DType::I32))
+        } else {
+            None
+        };
+        let mut results = Vec::new();
+        for shape in [plain, fused, fused] {
+            self.cuda.attention(v.qkv, starts, v.out, v.stats, v.scratch, shape);
+            self.cuda.attention_backward(v.qkv, starts, v.out, v.stats, v.d_out, v.d_qkv, v.scratch, shape);
+            let mut bytes = [v.out, v.d_qkv].map(|view| vec![0; view.span.bytes as usize]);
+            for (view, bytes) in [v.out, v.d_qkv].into_iter().zip(&mut bytes) {
+                self.cuda.download(view.span, bytes)?;
+            }
+            results.push(bytes);
+        }
+        self.top = top;
+        let error = |which: usize| relative(&results[1][which], &results[0][which]);
+        Ok((error(0).max(error(1)), results[1] == results[2]))
+    }
+
     fn span(&mut self, bytes: u64) -> Span {
         let offset = self.top.next_multiple_of(256);
         self.top = offset + bytes;
@@ -165,17 +294,17 @@ impl Bench {
             let (qkv, out) = (self.normal(DType::Bf16, packed, 1.0)?, self.normal(DType::Bf16, dense, 1.0)?);
             let (d_out, d_qkv) = (self.normal(DType::Bf16, dense, 1.0)?, self.normal(DType::Bf16, packed, 1.0)?);
             let stats = self.normal(DType::F32, shape.tokens() * heads, 1.0)?;
-            let bytes = [shape, exact].map(|shape| self.cuda.attention_scratch_bytes(shape, DType::Bf16));
+            let bytes = [shape, exact].map(|shape| self.cuda.attention_scratch_bytes(shape, DType::Bf16, false));
             let scratch = self.span(bytes[0].max(bytes[1])).view(DType::Q8);
             let scratch = View { dtype: DType::F32, ..scratch };
             let forward = self.seconds(Stream::Compute, |c| {
-                c.attention(qkv, out, stats, scratch, shape);
+                c.attention(qkv, None, out, stats, scratch, shape);
                 Ok(())
             })?;
             row.push_str(&format!(" {:8.0}", operations / forward));
             for shape in [shape, exact] {
                 let seconds = self.seconds(Stream::Compute, |c| {
-                    c.attention_backward(qkv, out, stats, d_out, d_qkv, scratch, shape);
+                    c.attention_backward(qkv, None, out, stats, d_out, d_qkv, scratch, shape);
                     Ok(())
                 })?;
                 row.push_str(&format!(" {:8.0}", 2.5 * operations / seconds));

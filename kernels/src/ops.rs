@@ -231,17 +231,23 @@ pub trait Operators {
     fn bias_backward(&self, d_y: View, d_bias: View, scratch: View, tokens: u64, outputs: u64, into: Into);
 
     /// Rotates q and k of `qkv` in place. `table` f32 `[S, D]`: per position D/2 cosines then D/2 sines
-    /// (half-split convention of Hugging Face: pairs are (i, i + D/2)). `inverse` rotates back (backward).
-    fn rope(&self, qkv: View, table: View, shape: Attention, inverse: bool);
+    /// (half-split convention of Hugging Face: pairs are (i, i + D/2)). `inverse` rotates back (backward). With
+    /// `starts` (see [`Operators::attention`]) positions count from each document's first token.
+    fn rope(&self, qkv: View, table: View, starts: Option<View>, shape: Attention, inverse: bool);
 
     /// Causal softmax(q·kᵀ/√D)·v. out `[T, H·D]`; stats f32 `[B,H,S]`: the row's log-sum-exp.
     /// `scratch` of at least [`Operators::attention_scratch_bytes`].
-    fn attention(&self, qkv: View, out: View, stats: View, scratch: View, shape: Attention);
+    ///
+    /// `starts` i32 `[B,S]` is a document mask: for each token the position, within its row, of its document's
+    /// first token. Query i sees the keys from starts[i] to i, without it those from 0 to i. Documents are
+    /// contiguous: starts[i] ≤ i, and within a row starts never decrease.
+    fn attention(&self, qkv: View, starts: Option<View>, out: View, stats: View, scratch: View, shape: Attention);
 
     /// Gradient of [`Operators::attention`] with respect to q, k, v (after rotation), packed as `qkv`.
     fn attention_backward(
         &self,
         qkv: View,
+        starts: Option<View>,
         out: View,
         stats: View,
         d_out: View,
@@ -250,8 +256,9 @@ pub trait Operators {
         shape: Attention,
     );
 
-    /// Bytes of scratch for attention, forward and backward; enough for any smaller batch too.
-    fn attention_scratch_bytes(&self, shape: Attention, dtype: crate::DType) -> u64;
+    /// Bytes of scratch for attention, forward and backward, with starts if `masked`; enough for any smaller
+    /// batch too.
+    fn attention_scratch_bytes(&self, shape: Attention, dtype: crate::DType, masked: bool) -> u64;
 
     /// `out = silu(gate)·up`. One row of gate_up `[T, 2F]` is F of gate, then F of up.
     fn swiglu(&self, gate_up: View, out: View, tokens: u64, ffn: u64);

@@ -102,8 +102,10 @@ fn the_activation_may_replace_its_gradient() {
 
 #[test]
 fn attention_takes_the_scratch_that_it_asks_for() {
-    for fused in [true, false] {
+    let documents: Vec<i32> = (0..74).map(|t| t % 37 / 9 * 9).collect();
+    for (fused, documents) in [(true, None), (false, None), (true, Some(&documents[..])), (false, Some(&documents))] {
         let bench = Bench::new();
+        let starts = documents.map(|documents| bench.put(DType::I32, documents));
         let (batch, sequence, heads, kv_heads, head_dim) = (2, 37, 6, 2, 10);
         let shape = Attention { batch, sequence, heads, kv_heads, head_dim, fused, deterministic: true };
         let heads = truth::Heads { sequence: 37, heads: 6, kv_heads: 2, head_dim: 10 };
@@ -111,14 +113,14 @@ fn attention_takes_the_scratch_that_it_asks_for() {
         let (packed, gradient) = (bench.put(DType::F32, &qkv), bench.put(DType::F32, &d_out));
         let [out, stats, d_qkv] = [74 * 60, 74 * 6, 74 * 100].map(|count| bench.view(Tier::Device, DType::F32, count));
         // Scratch in the compute type or any other: it is bytes.
-        let bytes = bench.cpu.attention_scratch_bytes(shape, DType::F32);
+        let bytes = bench.cpu.attention_scratch_bytes(shape, DType::F32, documents.is_some());
         let scratch = bench.view(Tier::Device, DType::Bf16, bytes / 2);
-        bench.cpu.attention(packed, out, stats, scratch, shape);
-        bench.cpu.attention_backward(packed, out, stats, gradient, d_qkv, scratch, shape);
-        let (out_truth, stats_truth) = truth::attention(&wide(&qkv), heads);
+        bench.cpu.attention(packed, starts, out, stats, scratch, shape);
+        bench.cpu.attention_backward(packed, starts, out, stats, gradient, d_qkv, scratch, shape);
+        let (out_truth, stats_truth) = truth::attention(&wide(&qkv), documents, heads);
         assert_close(&bench.get(out), &out_truth);
         assert_close(&bench.get(stats), &stats_truth);
-        assert_close(&bench.get(d_qkv), &truth::attention_backward(&wide(&qkv), &wide(&d_out), heads));
+        assert_close(&bench.get(d_qkv), &truth::attention_backward(&wide(&qkv), documents, &wide(&d_out), heads));
     }
 }
 

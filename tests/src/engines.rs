@@ -83,6 +83,7 @@ pub fn options(world: u64, dtype: DType, optimizer: Optimizer, tied: bool) -> Op
         keep: vec![Keep::All; config.num_hidden_layers as usize],
         first_keep: Keep::All,
         fused_attention: true,
+        document_mask: false,
         deterministic: true,
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(optimizer),
@@ -175,7 +176,7 @@ impl Rows {
     /// The micro-batches.
     pub fn micros(&self) -> impl Iterator<Item = MicroBatch<'_>> {
         let labels = self.labels.chunks(self.micro_tokens);
-        self.ids.chunks(self.micro_tokens).zip(labels).map(|(ids, labels)| MicroBatch { ids, labels })
+        self.ids.chunks(self.micro_tokens).zip(labels).map(|(ids, labels)| MicroBatch { ids, labels, starts: None })
     }
 }
 

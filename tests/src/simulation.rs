@@ -301,16 +301,16 @@ impl Operators for Simulated {
     fn bias_backward(&self, _: View, _: View, _: View, _: u64, _: u64, _: Into) {
         unreachable!()
     }
-    fn rope(&self, _: View, _: View, _: Attention, _: bool) {
+    fn rope(&self, _: View, _: View, _: Option<View>, _: Attention, _: bool) {
         unreachable!()
     }
-    fn attention(&self, _: View, _: View, _: View, _: View, _: Attention) {
+    fn attention(&self, _: View, _: Option<View>, _: View, _: View, _: View, _: Attention) {
         unreachable!()
     }
-    fn attention_backward(&self, _: View, _: View, _: View, _: View, _: View, _: View, _: Attention) {
+    fn attention_backward(&self, _: View, _: Option<View>, _: View, _: View, _: View, _: View, _: View, _: Attention) {
         unreachable!()
     }
-    fn attention_scratch_bytes(&self, _: Attention, _: DType) -> u64 {
+    fn attention_scratch_bytes(&self, _: Attention, _: DType, _: bool) -> u64 {
         unreachable!()
     }
     fn swiglu(&self, _: View, _: View, _: u64, _: u64) {

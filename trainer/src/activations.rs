@@ -417,7 +417,9 @@ fn scratch_bytes(request: &Request, backend: &dyn Backend) -> u64 {
         let bytes = |columns| backend.rmsnorm_scratch_bytes(tokens, columns);
         bytes(columns).max(bytes(shape.hidden))
     });
-    reductions.fold(backend.attention_scratch_bytes(attention, request.dtype), u64::max).next_multiple_of(4)
+    reductions
+        .fold(backend.attention_scratch_bytes(attention, request.dtype, request.attention.documents), u64::max)
+        .next_multiple_of(4)
 }
 
 #[cfg(test)]

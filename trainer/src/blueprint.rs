@@ -61,6 +61,8 @@ pub struct Options {
     pub fused_attention: bool,
     /// Whether attention's backward gives the same bits every time.
     pub deterministic: bool,
+    /// Whether a token attends within its own document only, and positions count from its first token.
+    pub document_mask: bool,
     /// Bytes of logits that may exist at once; see [`crate::activations::LOGITS_BYTES`].
     pub logits_bytes: u64,
     /// The optimizer, or none for forward and backward alone.
@@ -125,6 +127,7 @@ impl Blueprint {
                     sequence: options.sequence,
                     fused: options.fused_attention,
                     deterministic: options.deterministic,
+                    documents: options.document_mask,
                 },
                 batch: options.batch,
                 micro_batches: options.round,
@@ -137,8 +140,16 @@ impl Blueprint {
         );
         let shards = options.shards.map_or(world, u64::from);
         let layout = Layout::replicated(groups::specs(&shape), options.formats, options.sharding, world, shards);
-        let inputs =
-            inputs::Layout::new(&shape, options.sequence, options.batch, options.micro_batches, groups.count(), world);
+        let inputs = inputs::Layout {
+            sequence: options.sequence,
+            batch: options.batch,
+            micro_batches: options.micro_batches,
+            vocabulary: shape.vocabulary,
+            groups: groups.count(),
+            head_dim: shape.head_dim,
+            world,
+            documents: options.document_mask,
+        };
         let sync_each_batch = options.sync_each_batch && options.splits_gradients(layout.world);
         let first_round = activations.first_round();
         Blueprint { options, model: Model { shape, groups, activations, first_round, sync_each_batch }, layout, inputs }

@@ -7,6 +7,7 @@
 //!
 //! [`Rows`]: crate::source::Rows
 
+mod borders;
 mod chat;
 mod document;
 mod files;
@@ -21,7 +22,7 @@ mod tokenizer;
 mod tokens;
 mod words;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub use pack::{PackSummary, pack};
 pub use packed::PackedRows;
@@ -47,6 +48,8 @@ pub struct DataSpec {
     pub bos: bool,
     /// Whether each document ends with the tokenizer's EOS.
     pub eos: bool,
+    /// Whether a token attends within its own document only: rows then know where documents begin.
+    pub document_mask: bool,
 }
 
 impl DataSpec {
@@ -59,6 +62,7 @@ impl DataSpec {
             token_format: None,
             bos: true,
             eos: true,
+            document_mask: false,
         }
     }
 }
@@ -83,8 +87,11 @@ pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) ->
     let rows = if tokens.is_empty() {
         let tokenizer = &Tokenizer::open(tokenizer)?;
         tokenizer.check_fits(vocabulary)?;
-        let mut ids = Vec::new();
+        let (mut ids, mut starts) = (Vec::new(), Vec::new());
         let count = text::tokenize(spec, tokenizer, &texts, &mut notices, &mut |document| {
+            if spec.document_mask {
+                starts.push(ids.len() as u64);
+            }
             ids.extend_from_slice(document);
             Ok(())
         })?;
@@ -102,18 +109,43 @@ pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) ->
             let counted = ids.iter().filter(|id| *id & document::SILENT == 0).count();
             notices.push(format!("{} documents are instructions, {counted} tokens count in the loss", count.chats));
         }
-        PackedRows::from_ids(ids, length)
+        PackedRows::from_ids(ids, starts, length)
     } else {
         let mut files = Vec::with_capacity(tokens.len());
         for path in &tokens {
-            let file = TokenFile::open(path, spec.token_format)?;
+            let mut file = TokenFile::open(path, spec.token_format)?;
             file.check_vocabulary(vocabulary)?;
+            if spec.document_mask && !file.knows_documents() {
+                let marks = marks(path, tokenizer)?;
+                let say = |id: Option<u32>| id.map_or("none".into(), |id| id.to_string());
+                notices.push(format!(
+                    "{}: no index of documents is beside it; they are told apart by BOS {} and EOS {}",
+                    path.display(),
+                    say(marks.bos),
+                    say(marks.eos)
+                ));
+                file.tell_documents_by(marks);
+            }
             files.push(file);
         }
         PackedRows::from_files(files, length)
     }?;
     notices.push(rows.summary());
     Ok((rows, notices))
+}
+
+/// The ids between documents, for a token file that does not say where they begin.
+fn marks(path: &Path, tokenizer: &str) -> Result<borders::Marks> {
+    let refuse = |reason: String| {
+        Error::Usage(format!(
+            "{}: no index of documents is beside it, so --document_mask needs BOS or EOS of --tokenizer {tokenizer}, and \
+             {reason}; name the tokenizer that the file was made with, or pack the text with `castor data pack`",
+            path.display()
+        ))
+    };
+    let tokenizer = Tokenizer::open(tokenizer).map_err(|error| refuse(error.to_string()))?;
+    let marks = borders::Marks { bos: tokenizer.bos(), eos: tokenizer.eos() };
+    if marks.bos.or(marks.eos).is_none() { Err(refuse("it has neither".into())) } else { Ok(marks) }
 }
 
 #[cfg(test)]

@@ -53,7 +53,7 @@ impl Evaluation<'_> {
     pub fn run(&self, engine: &mut Engine, world: &World, settings: &Settings) -> Result<Found> {
         let count = self.range.end - self.range.start;
         let mut sampler = Sampler::new(count, Order::Sequential, world.rank, world.world, settings.batch_size, 1);
-        let mut batch = StepRows::new(settings.max_length);
+        let mut batch = StepRows::new(settings.max_length, settings.data.document_mask);
         let (mut loss, mut tokens) = (0.0, 0);
         for step in 0..sampler.steps_per_epoch() {
             let mut lists = sampler.step(step);

@@ -7,7 +7,7 @@
 
 use crate::{
     error::{Error, Result},
-    model::{Shape, embedding::Ids},
+    model::embedding::Ids,
 };
 use castor_kernels::{Among, Backend, DType, Mark, Span, Stream, Tier, View, ops::IGNORED, ops::control};
 
@@ -18,6 +18,9 @@ pub struct MicroBatch<'a> {
     pub ids: &'a [i32],
     /// Label *of* each token (it is predicted from the token before, as in Hugging Face); -100 does not count.
     pub labels: &'a [i32],
+    /// Position, within its row, of each token's document's first token, for runs with document masks. None: each
+    /// row is one document.
+    pub starts: Option<&'a [i32]>,
 }
 
 impl MicroBatch<'_> {
@@ -51,13 +54,22 @@ pub(crate) struct Readings {
 /// Layout of the inputs' memory. All offsets in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
-    sequence: u64,
-    batch: u64,
-    micro_batches: u64,
-    vocabulary: u64,
-    groups: u64,
-    head_dim: u64,
-    world: u64,
+    /// S
+    pub sequence: u64,
+    /// B: most rows of a micro-batch.
+    pub batch: u64,
+    /// Most micro-batches of a step.
+    pub micro_batches: u64,
+    /// V
+    pub vocabulary: u64,
+    /// Groups of chunks.
+    pub groups: u64,
+    /// D
+    pub head_dim: u64,
+    /// Ranks.
+    pub world: u64,
+    /// Whether micro-batches carry document starts.
+    pub documents: bool,
 }
 
 /// f32 loss sum in front of the control scalars: what is read back.
@@ -69,18 +81,18 @@ const fn align(bytes: u64) -> u64 {
 }
 
 impl Layout {
-    /// For steps of at most `micro_batches` × `batch` rows of `sequence` tokens, and `groups` groups of chunks.
-    pub fn new(shape: &Shape, sequence: u64, batch: u64, micro_batches: u64, groups: u64, world: u64) -> Self {
-        Layout { sequence, batch, micro_batches, vocabulary: shape.vocabulary, groups, head_dim: shape.head_dim, world }
-    }
-
     const fn tokens(&self) -> u64 {
         self.sequence * self.batch
     }
 
-    /// ids, targets, order, starts of one micro-batch.
+    /// ids, targets, order, (document starts,) bounds of one micro-batch.
     const fn micro_bytes(&self) -> u64 {
-        3 * align(DType::I32.bytes(self.tokens())) + align(DType::I32.bytes(self.tokens() + 1))
+        self.bounds() * align(DType::I32.bytes(self.tokens())) + align(DType::I32.bytes(self.tokens() + 1))
+    }
+
+    /// Which array of a micro-batch the bounds of equal ids are: the last, as it is longer.
+    const fn bounds(&self) -> u64 {
+        if self.documents { 4 } else { 3 }
     }
 
     const fn tokens_bytes(&self) -> u64 {
@@ -187,7 +199,7 @@ impl Inputs {
         Ids {
             ids: self.micro(micro, 0, tokens),
             order: self.micro(micro, 2, tokens),
-            starts: self.micro(micro, 3, distinct + 1),
+            starts: self.micro(micro, self.layout.bounds(), distinct + 1),
             distinct,
             tokens,
         }
@@ -197,6 +209,12 @@ impl Inputs {
     pub fn targets(&self, micro: u64) -> View {
         let tokens = self.sent[micro as usize].batch * self.layout.sequence;
         self.micro(micro, 1, tokens)
+    }
+
+    /// A sent micro-batch's document starts i32 `[B,S]`, in a run with document masks.
+    pub fn starts(&self, micro: u64) -> Option<View> {
+        let tokens = self.sent[micro as usize].batch * self.layout.sequence;
+        self.layout.documents.then(|| self.micro(micro, 3, tokens))
     }
 
     /// f32 `[S,D]`
@@ -282,7 +300,7 @@ impl Inputs {
         self.host.part(offset, READINGS_BYTES)
     }
 
-    /// Array `index` (ids, targets, order, starts) of a micro-batch.
+    /// Array `index` (ids, targets, order, document starts, bounds) of a micro-batch.
     fn micro(&self, micro: u64, index: u64, elements: u64) -> View {
         let each = align(DType::I32.bytes(self.layout.tokens()));
         let offset = micro * self.layout.micro_bytes() + index * each;
@@ -307,12 +325,19 @@ impl Inputs {
             let staged = &mut self.staging[index * stride..(index + 1) * stride];
             let (ids, staged) = staged.split_at_mut(each);
             let (targets, staged) = staged.split_at_mut(each);
-            let (order, starts) = staged.split_at_mut(each);
+            let (order, staged) = staged.split_at_mut(each);
+            let (starts, bounds) = staged.split_at_mut(if layout.documents { each } else { 0 });
             let tokens = micro.ids.len();
             let (ids, order) = (&mut ids[..tokens], &mut order[..tokens]);
+            if layout.documents {
+                match micro.starts {
+                    Some(given) => starts[..tokens].copy_from_slice(given),
+                    None => starts[..tokens].fill(0),
+                }
+            }
             ids.copy_from_slice(micro.ids);
             shift(micro.labels, &mut targets[..tokens], layout.sequence as usize);
-            let distinct = sort(ids, order, starts);
+            let distinct = sort(ids, order, bounds);
             self.sent.push(Sent { batch, distinct });
         }
         Ok(())
@@ -339,6 +364,9 @@ fn rows(micro: &MicroBatch, layout: &Layout) -> Result<u64> {
     if micro.labels.len() != micro.ids.len() {
         return Err(Error::Failed(format!("a micro-batch has {tokens} token ids and {} labels", micro.labels.len())));
     }
+    if let Some(starts) = micro.starts {
+        check_starts(starts, micro.ids.len(), layout)?;
+    }
     let known = 0..layout.vocabulary;
     let outside = |id: i32| u64::try_from(id).map_or(true, |id| !known.contains(&id));
     let bad_id = micro.ids.iter().find(|&&id| outside(id));
@@ -348,6 +376,30 @@ fn rows(micro: &MicroBatch, layout: &Layout) -> Result<u64> {
         (_, Some(label)) => Err(out_of_range("label", *label, layout)),
         _ => Ok(batch),
     }
+}
+
+/// The kernels skip what lies before a tile's first start: a wrong one would be a wrong result.
+fn check_starts(starts: &[i32], tokens: usize, layout: &Layout) -> Result<()> {
+    if !layout.documents || starts.len() != tokens {
+        return Err(Error::Failed(format!(
+            "a micro-batch of {tokens} tokens has {} document starts in a run {} document masks",
+            starts.len(),
+            if layout.documents { "with" } else { "without" }
+        )));
+    }
+    for row in starts.chunks_exact(layout.sequence as usize) {
+        let mut before = 0;
+        for (position, &start) in row.iter().enumerate() {
+            if start < before || start > position as i32 {
+                return Err(Error::Failed(format!(
+                    "the document of token {position} of a row starts at {start}; between {before} and {position} is \
+                     possible"
+                )));
+            }
+            before = start;
+        }
+    }
+    Ok(())
 }
 
 fn out_of_range(what: &str, value: i32, layout: &Layout) -> Error {
@@ -403,7 +455,7 @@ mod tests {
         let mut targets = [0; 6];
         shift(&labels, &mut targets, 3);
         assert_eq!(targets, [1, -100, -100, 4, 5, -100]);
-        let micro = MicroBatch { ids: &[0; 6], labels: &labels };
+        let micro = MicroBatch { ids: &[0; 6], labels: &labels, starts: None };
         let counted = targets.iter().filter(|&&t| t != IGNORED).count() as u64;
         assert_eq!(micro.counted(3), counted);
     }

@@ -134,8 +134,8 @@ pub fn measure(backend: &dyn Backend, size: &Size, nvme: Option<&Path>) -> casto
     };
     let a = size.attention;
     let attend = || {
-        backend.attention(bench.qkv, bench.out, bench.stats, bench.scratch, a);
-        backend.attention_backward(bench.qkv, bench.out, bench.stats, bench.d_out, bench.d_qkv, bench.scratch, a);
+        backend.attention(bench.qkv, None, bench.out, bench.stats, bench.scratch, a);
+        backend.attention_backward(bench.qkv, None, bench.out, bench.stats, bench.d_out, bench.d_qkv, bench.scratch, a);
         Ok(())
     };
     // As in a step: between its products it attends, and reads and writes memory, for about a fifth of its time.
@@ -210,7 +210,7 @@ impl<'a> Bench<'a> {
         let [qkv, d_qkv, out, d_out] = [a.tokens() * a.packed(), a.tokens() * a.packed(), rows, rows]
             .map(|elements| device(size.dtype.bytes(elements)).view(size.dtype));
         let stats = device(DType::F32.bytes(a.tokens() * a.heads)).view(DType::F32);
-        let scratch_bytes = backend.attention_scratch_bytes(a, size.dtype).next_multiple_of(4);
+        let scratch_bytes = backend.attention_scratch_bytes(a, size.dtype, false).next_multiple_of(4);
         let scratch = device(scratch_bytes).view(DType::F32);
         let copies = [device(size.copy_bytes), device(size.copy_bytes)];
         backend.reserve(Tier::Device, top, None)?;

@@ -78,7 +78,7 @@ impl Batch {
 
     /// As a micro-batch.
     pub fn micro(&self) -> MicroBatch<'_> {
-        MicroBatch { ids: &self.ids, labels: &self.labels }
+        MicroBatch { ids: &self.ids, labels: &self.labels, starts: None }
     }
 }
 

@@ -199,7 +199,7 @@ fn logits(engine: &mut Engine, ids: &[u32]) -> Result<Vec<f32>> {
     let labels = vec![IGNORED; length];
     let ops = Arc::clone(engine.manager().backend());
     let mut logits = Vec::new();
-    engine.observe(&[MicroBatch { ids: &row, labels: &labels }], &mut |_, first, view| {
+    engine.observe(&[MicroBatch { ids: &row, labels: &labels, starts: None }], &mut |_, first, view| {
         if (first..first + view.elements() / vocabulary).contains(&place) {
             let view = view.part((place - first) * vocabulary, vocabulary);
             let mut bytes = vec![0; view.span.bytes as usize];

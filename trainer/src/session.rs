@@ -246,6 +246,7 @@ pub fn options(
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
         first_keep: Keep::All,
         fused_attention: settings.memory.flash_attention,
+        document_mask: settings.data.document_mask,
         deterministic: settings.backend.deterministic,
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(optimizer),

@@ -30,4 +30,14 @@ pub trait Rows {
     /// # Errors
     /// If the row cannot be read.
     fn row(&self, index: u64, ids: &mut [i32], labels: &mut [i32]) -> Result<()>;
+
+    /// Fills `starts` (S long) with the position within the row of each token's document's first token: 0 where the
+    /// document began before the row. `ids` are the row's. Unless overridden each row is one document.
+    ///
+    /// # Errors
+    /// If the row cannot be read.
+    fn starts(&self, _index: u64, _ids: &[i32], starts: &mut [i32]) -> Result<()> {
+        starts.fill(0);
+        Ok(())
+    }
 }

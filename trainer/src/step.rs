@@ -176,7 +176,7 @@ impl<'a> Step<'a> {
                 let batch = self.batch(micro);
                 let places = self.activations.block(self.memory, block, self.place(micro), batch);
                 let out = self.activations.block_output(self.memory, block, self.place(micro), batch);
-                self.block().forward(&weights, &places, out);
+                self.block(micro).forward(&weights, &places, out);
             }
             self.mgr.release(lease)?;
         }
@@ -205,7 +205,7 @@ impl<'a> Step<'a> {
             for micro in self.micros() {
                 let mut places = self.activations.block(self.memory, 0, 0, self.batch(micro));
                 places.input = self.hidden(micro);
-                self.block().forward(&weights, &places, places.input);
+                self.block(micro).forward(&weights, &places, places.input);
             }
             self.mgr.release(lease)?;
         }
@@ -325,7 +325,7 @@ impl<'a> Step<'a> {
                 let batch = self.batch(micro);
                 let places = self.activations.block(self.memory, block, self.place(micro), batch);
                 let d_h = self.activations.d_hidden(self.memory, self.place(micro), batch);
-                self.block().backward(&weights, &places, d_h, &self.block_tensors(own.view, group), own.into);
+                self.block(micro).backward(&weights, &places, d_h, &self.block_tensors(own.view, group), own.into);
             }
             gradient.add(self.mgr, own)?;
         }
@@ -453,12 +453,13 @@ impl<'a> Step<'a> {
         embedding::forward(ops, &self.model.shape, &ids, self.tensor(lease.view(), Groups::EMBEDDING, 0), out);
     }
 
-    fn block(&self) -> Block<'_> {
+    fn block(&self, micro: u64) -> Block<'_> {
         Block {
             ops: self.ops.as_ref(),
             shape: &self.model.shape,
             attention: self.activations.request().attention,
             rope: self.inputs.rope(),
+            starts: self.inputs.starts(micro),
         }
     }
 

@@ -244,7 +244,7 @@ impl Run<'_> {
 
     /// All steps. Returns false if a signal ended them early.
     fn train(&mut self) -> Result<bool> {
-        let mut batch = StepRows::new(self.settings.max_length);
+        let mut batch = StepRows::new(self.settings.max_length, self.settings.data.document_mask);
         let mut began = Instant::now();
         let mut open: Option<StepRecord> = None;
         for step in self.begun..self.steps {

@@ -112,7 +112,7 @@ fn train(engine: &mut Engine, steps: std::ops::Range<u64>) -> Vec<[u64; 2]> {
         let batch = batch(engine.options(), step, rank, world);
         let each = batch.ids.len() / engine.options().micro_batches as usize;
         let parts = batch.ids.chunks(each).zip(batch.labels.chunks(each));
-        let micros: Vec<MicroBatch> = parts.map(|(ids, labels)| MicroBatch { ids, labels }).collect();
+        let micros: Vec<MicroBatch> = parts.map(|(ids, labels)| MicroBatch { ids, labels, starts: None }).collect();
         let tokens = engine.total(batch.micro().counted(SEQUENCE)).unwrap();
         bits.extend(engine.step(&StepInputs { micros: &micros, tokens }).unwrap());
     }

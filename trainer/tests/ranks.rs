@@ -48,7 +48,7 @@ fn train(
             let batch = rows_of(folder, step, rank as usize * each, each);
             let tokens = each * batch.sequence as usize / options.micro_batches as usize;
             let micros = batch.ids.chunks(tokens).zip(batch.labels.chunks(tokens));
-            let micros: Vec<_> = micros.map(|(ids, labels)| MicroBatch { ids, labels }).collect();
+            let micros: Vec<_> = micros.map(|(ids, labels)| MicroBatch { ids, labels, starts: None }).collect();
             let counted = micros.iter().map(|micro| micro.counted(batch.sequence)).sum();
             let tokens = engine.total(counted).unwrap();
             results.extend(engine.step(&StepInputs { micros: &micros, tokens }).unwrap());

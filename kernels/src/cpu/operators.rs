@@ -286,25 +286,27 @@ impl Operators for Cpu {
         }));
     }
 
-    fn rope(&self, qkv: View, table: View, shape: Attention, inverse: bool) {
+    fn rope(&self, qkv: View, table: View, starts: Option<View>, shape: Attention, inverse: bool) {
         let count = (shape.tokens() * shape.packed()) as usize;
+        let starts = starts.map(|starts| self.read(starts, shape.tokens() as usize));
         let table = self.read(table, (shape.sequence * shape.head_dim) as usize);
         typed!(self, "rope", qkv, T => {
-            rope::rope(self.write::<T>(qkv, count), table, sizes(shape), inverse);
+            rope::rope(self.write::<T>(qkv, count), table, starts, sizes(shape), inverse);
         });
     }
 
-    fn attention(&self, qkv: View, out: View, stats: View, scratch: View, shape: Attention) {
+    fn attention(&self, qkv: View, starts: Option<View>, out: View, stats: View, scratch: View, shape: Attention) {
         let (tokens, size) = (shape.tokens() as usize, sizes(shape));
+        let starts = attention::Starts(starts.map(|starts| self.read(starts, tokens)));
         let stats = self.write(stats, tokens * size.heads);
         typed!(self, "attention", qkv, T => {
             let qkv = self.read::<T>(qkv, tokens * size.packed());
             let out = self.write(out, tokens * size.width());
             if shape.fused {
-                attention::forward(qkv, out, stats, self.floats(scratch, tokens * size.heads), size);
+                attention::forward(qkv, starts, out, stats, self.floats(scratch, tokens * size.heads), size);
             } else {
                 let scratch = self.floats(scratch, attention_plain::forward_scratch(&size));
-                attention_plain::forward(qkv, out, stats, scratch, size);
+                attention_plain::forward(qkv, starts, out, stats, scratch, size);
             }
         });
     }
@@ -312,6 +314,7 @@ impl Operators for Cpu {
     fn attention_backward(
         &self,
         qkv: View,
+        starts: Option<View>,
         out: View,
         stats: View,
         d_out: View,
@@ -320,22 +323,23 @@ impl Operators for Cpu {
         shape: Attention,
     ) {
         let (tokens, size) = (shape.tokens() as usize, sizes(shape));
+        let starts = attention::Starts(starts.map(|starts| self.read(starts, tokens)));
         typed!(self, "attention_backward", qkv, T => {
             let qkv = self.read::<T>(qkv, tokens * size.packed());
             let d_out = self.read(d_out, tokens * size.width());
             let d_qkv = self.write(d_qkv, tokens * size.packed());
             if shape.fused {
                 let (out, stats) = (self.read(out, tokens * size.width()), self.read(stats, tokens * size.heads));
-                attention::backward(qkv, out, stats, d_out, d_qkv, size);
+                attention::backward(qkv, starts, out, stats, d_out, d_qkv, size);
             } else {
                 let scratch = self.floats(scratch, attention_plain::backward_scratch(&size));
-                attention_plain::backward(qkv, d_out, d_qkv, scratch, size);
+                attention_plain::backward(qkv, starts, d_out, d_qkv, scratch, size);
             }
         });
     }
 
     /// Fused: `[T, H]` of f32. Plain: two S×S and two S×D of f32.
-    fn attention_scratch_bytes(&self, shape: Attention, _dtype: DType) -> u64 {
+    fn attention_scratch_bytes(&self, shape: Attention, _dtype: DType, _masked: bool) -> u64 {
         if shape.fused {
             4 * shape.tokens() * shape.heads
         } else {

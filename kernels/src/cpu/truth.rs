@@ -122,11 +122,14 @@ impl Heads {
         (column(head), column(self.heads + kv), column(self.heads + self.kv_heads + kv))
     }
 
-    /// Causal softmax of one query over keys `0..=position`, and the log-sum-exp.
-    fn probabilities(&self, qkv: &[f64], first: usize, position: usize, head: usize) -> (Vec<f64>, f64) {
+    /// Causal softmax of one query over keys `0..=position`, and the log-sum-exp. Keys before `start` have none.
+    fn probabilities(&self, qkv: &[f64], start: usize, [first, position]: [usize; 2], head: usize) -> (Vec<f64>, f64) {
         let at = |s: usize, column: usize| qkv[(first + s) * self.packed() + column];
         let scores: Vec<f64> = (0..=position)
             .map(|key| {
+                if key < start {
+                    return f64::NEG_INFINITY;
+                }
                 let product = |d| {
                     let (q, k, _) = self.columns(head, d);
                     at(position, q) * at(key, k)
@@ -140,11 +143,16 @@ impl Heads {
     }
 }
 
+/// First position that token `t` sees; see [`crate::Operators::attention`] for `starts`.
+fn start_of(starts: Option<&[i32]>, t: usize) -> usize {
+    starts.map_or(0, |starts| starts[t] as usize)
+}
+
 /// Rotates q and k in place; table `[S,D]`: cosines, then sines. `inverse` rotates back.
-pub fn rope(qkv: &mut [f64], table: &[f64], shape: Heads, inverse: bool) {
+pub fn rope(qkv: &mut [f64], table: &[f64], starts: Option<&[i32]>, shape: Heads, inverse: bool) {
     let d = shape.head_dim;
     for (t, row) in qkv.chunks_exact_mut(shape.packed()).enumerate() {
-        let table = &table[t % shape.sequence * d..][..d];
+        let table = &table[(t % shape.sequence - start_of(starts, t)) * d..][..d];
         for head in 0..shape.heads + shape.kv_heads {
             for i in 0..d / 2 {
                 let (cosine, sine) = (table[i], if inverse { -table[i + d / 2] } else { table[i + d / 2] });
@@ -157,14 +165,14 @@ pub fn rope(qkv: &mut [f64], table: &[f64], shape: Heads, inverse: bool) {
 }
 
 /// `(out [T, H·D], stats [B,H,S])` of qkv `[T, packed]`.
-pub fn attention(qkv: &[f64], shape: Heads) -> (Vec<f64>, Vec<f64>) {
+pub fn attention(qkv: &[f64], starts: Option<&[i32]>, shape: Heads) -> (Vec<f64>, Vec<f64>) {
     let Heads { sequence, heads, head_dim, .. } = shape;
     let tokens = qkv.len() / shape.packed();
     let (mut out, mut stats) = (vec![0.0; tokens * heads * head_dim], vec![0.0; tokens * heads]);
     for t in 0..tokens {
         let (first, position) = (t / sequence * sequence, t % sequence);
         for head in 0..heads {
-            let (p, stat) = shape.probabilities(qkv, first, position, head);
+            let (p, stat) = shape.probabilities(qkv, start_of(starts, t), [first, position], head);
             stats[(t / sequence * heads + head) * sequence + position] = stat;
             for d in 0..head_dim {
                 let (_, _, v) = shape.columns(head, d);
@@ -177,14 +185,14 @@ pub fn attention(qkv: &[f64], shape: Heads) -> (Vec<f64>, Vec<f64>) {
 }
 
 /// Gradient of qkv under [`attention`].
-pub fn attention_backward(qkv: &[f64], d_out: &[f64], shape: Heads) -> Vec<f64> {
+pub fn attention_backward(qkv: &[f64], starts: Option<&[i32]>, d_out: &[f64], shape: Heads) -> Vec<f64> {
     let Heads { sequence, heads, head_dim, .. } = shape;
     let packed = shape.packed();
     let mut d_qkv = vec![0.0; qkv.len()];
     for t in 0..qkv.len() / packed {
         let (first, position) = (t / sequence * sequence, t % sequence);
         for head in 0..heads {
-            let (p, _) = shape.probabilities(qkv, first, position, head);
+            let (p, _) = shape.probabilities(qkv, start_of(starts, t), [first, position], head);
             let d_o = &d_out[(t * heads + head) * head_dim..][..head_dim];
             let d_p: Vec<f64> = (0..=position)
                 .map(|key| {
@@ -320,8 +328,9 @@ mod tests {
     fn gradient_of_attention_with_grouped_heads() {
         let shape = Heads { sequence: 9, heads: 6, kv_heads: 2, head_dim: 10 };
         let (qkv, d_out) = (normals(1, 18 * shape.packed()), normals(2, 18 * 60));
-        let gradient = attention_backward(&qkv, &d_out, shape);
-        assert_gradient("d_qkv", &qkv, &gradient, |qkv| dot(&attention(qkv, shape).0, &d_out));
+        let starts = [0, 0, 0, 3, 3, 5, 5, 5, 8, 0, 1, 1, 1, 1, 1, 1, 1, 1];
+        let gradient = attention_backward(&qkv, Some(&starts), &d_out, shape);
+        assert_gradient("d_qkv", &qkv, &gradient, |qkv| dot(&attention(qkv, Some(&starts), shape).0, &d_out));
     }
 
     #[test]
@@ -332,10 +341,11 @@ mod tests {
         let table: Vec<f64> = angles.chunks_exact(2).flat_map(row).collect();
         let (qkv, mut gradient) = (normals(2, 5 * shape.packed()), normals(3, 5 * shape.packed()));
         let d_out = gradient.clone();
-        rope(&mut gradient, &table, shape, true);
+        let starts = [0, 0, 2, 2, 2];
+        rope(&mut gradient, &table, Some(&starts), shape, true);
         assert_gradient("d_qkv", &qkv, &gradient, |qkv| {
             let mut rotated = qkv.to_vec();
-            rope(&mut rotated, &table, shape, false);
+            rope(&mut rotated, &table, Some(&starts), shape, false);
             dot(&rotated, &d_out)
         });
     }

@@ -6,7 +6,7 @@
 
 use super::Ptr;
 use super::modules::{Extent, Modules, arguments, check};
-use super::programs::Program;
+use super::programs::{Program, Tiles};
 use crate::ops::{Attention, Classify, Into};
 use crate::{DType, Error, Result};
 use cudarc::driver::CudaContext;
@@ -23,6 +23,8 @@ const CLASSIFY_HELD: u64 = 256 * 8 * 8;
 /// Launches Castor's kernels on one device.
 pub(crate) struct Launcher {
     pub(super) modules: Modules,
+    /// How attention on tensor cores is cut, where it fits.
+    pub(super) tiles: Tiles,
     context: Arc<CudaContext>,
     /// f64 `[SQUARE_BLOCKS]`. One is enough: operators of a rank run on one stream, one after another.
     partials: u64,
@@ -65,13 +67,13 @@ impl Launcher {
     ///
     /// # Errors
     /// If the device is too old or refuses.
-    pub(crate) fn new(context: &Arc<CudaContext>) -> Result<Launcher> {
+    pub(crate) fn new(context: &Arc<CudaContext>, tiles: Tiles) -> Result<Launcher> {
         let modules = Modules::new(context)?;
         context.bind_to_thread().map_err(|error| super::modules::refusal("cuCtxSetCurrent", error.0))?;
         let mut partials = 0;
         // SAFETY: the context is current; one address is written.
         check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut partials, SQUARE_BLOCKS as usize * 8) })?;
-        Ok(Launcher { modules, context: context.clone(), partials })
+        Ok(Launcher { modules, tiles, context: context.clone(), partials })
     }
 
     /// By bytes, because a part of a block of `Q8` is no element.
@@ -356,7 +358,15 @@ impl Launcher {
         }
     }
 
-    pub(crate) fn rope(&self, stream: CUstream, qkv: Ptr, table: Ptr, shape: Attention, inverse: bool) -> Result<()> {
+    pub(crate) fn rope(
+        &self,
+        stream: CUstream,
+        qkv: Ptr,
+        table: Ptr,
+        starts: Option<Ptr>,
+        shape: Attention,
+        inverse: bool,
+    ) -> Result<()> {
         let program = Program::Rope(real(qkv.dtype)?);
         let head_dim = shape.head_dim;
         let lanes = head_dim / 16;
@@ -364,7 +374,7 @@ impl Launcher {
         let (kernel, threads) = if wide { ("rope_wide", 256 / lanes * lanes) } else { ("rope_any", 256) };
         let direction: f32 = if inverse { -1.0 } else { 1.0 };
         let heads = (shape.heads + shape.kv_heads) as u32;
-        // SAFETY: rope_*(qkv, table, sequence, heads, head_dim, packed, direction).
+        // SAFETY: rope_*(qkv, table, starts, sequence, heads, head_dim, packed, direction).
         unsafe {
             self.modules.launch(
                 stream,
@@ -374,6 +384,7 @@ impl Launcher {
                 arguments![
                     qkv.address,
                     table.address,
+                    starts.map_or(0, |starts| starts.address),
                     shape.sequence as u32,
                     heads,
                     head_dim as u32,

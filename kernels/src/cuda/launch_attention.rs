@@ -1,12 +1,13 @@
 //! Castor's own attention: which of the three programs runs, and how.
 //!
 //! `attention.cu` (tensor cores) for f16 and bf16 up to D = 256 where a block's shared memory suffices,
-//! `attention_any.cu` otherwise, `attention_plain.cu` where the scores shall be materialised.
+//! `attention_any.cu` otherwise, `attention_plain.cu` where the scores shall be materialised. With a document mask
+//! these are used even where cuDNN could be: its graphs have no such mask.
 
 use super::Ptr;
 use super::launch::{Launcher, aligned, real};
 use super::modules::{Argument, Extent, arguments};
-use super::programs::Program;
+use super::programs::{Backward, Program, Tiles};
 use crate::ops::Attention;
 use crate::{DType, Error, Result};
 use cudarc::driver::sys::CUstream;
@@ -70,6 +71,25 @@ struct Operands<'a> {
     shape: Attention,
 }
 
+/// What a kernel without masks is given in the place of starts.
+fn address(starts: Option<Ptr>) -> u64 {
+    starts.map_or(0, |starts| starts.address)
+}
+
+/// As [`address`], of one sequence of the batch.
+fn address_of(starts: Option<Ptr>, batch: u64, shape: Attention) -> u64 {
+    starts.map_or(0, |starts| starts.address + batch * shape.sequence * 4)
+}
+
+/// Offsets in an ordered backward's scratch, behind delta f32 [B,H,S]: sums f32 [B·H·tiles, 64, head], turns u32
+/// [1 + B·H·tiles], the end.
+fn ordered_scratch(shape: Attention, head: u32) -> [u64; 3] {
+    let tiles = shape.batch * shape.heads * shape.sequence.div_ceil(WIDE_QUERIES);
+    let sums = (shape.tokens() * shape.heads * 4).next_multiple_of(256);
+    let turns = sums + tiles * WIDE_QUERIES * u64::from(head) * 4;
+    [sums, turns, turns + (1 + tiles) * 4]
+}
+
 impl Operands<'_> {
     fn packed(&self) -> Shape {
         let shape = self.shape;
@@ -85,11 +105,16 @@ impl Operands<'_> {
     }
 }
 
+/// Queries of a step of the wide backwards.
+const WIDE_QUERIES: u64 = 64;
+
 impl Launcher {
+    /// `starts`: i32 `[B,S]` as for [`crate::Operators::attention`].
     pub(crate) fn attention(
         &self,
         stream: CUstream,
         qkv: Ptr,
+        starts: Option<Ptr>,
         out: Ptr,
         stats: Ptr,
         scratch: Ptr,
@@ -97,12 +122,12 @@ impl Launcher {
     ) -> Result<()> {
         let dtype = real(qkv.dtype)?;
         if !shape.fused {
-            return self.plain(stream, qkv, out, stats, scratch, shape);
+            return self.plain(stream, qkv, starts, out, stats, scratch, shape);
         }
-        let program = self.fused_program(dtype, shape)?;
+        let program = self.fused_program(dtype, shape, starts.is_some())?;
         let kernel = "attention_forward";
         let rows = match program {
-            Program::Attention(_, 256) => 64,
+            Program::Attention(_, 256, ..) => 64,
             Program::Attention(..) => 128,
             _ => 16,
         };
@@ -112,14 +137,14 @@ impl Launcher {
             shared: program.shared_bytes(kernel, shape.head_dim as u32),
         };
         let values = Operands { all: &[qkv, out], shape }.packed();
-        // SAFETY: attention_forward(qkv, out, stats, shape).
+        // SAFETY: attention_forward(qkv, out, stats, starts, shape).
         unsafe {
             self.modules.launch(
                 stream,
                 program,
                 kernel,
                 extent,
-                arguments![qkv.address, out.address, stats.address, values],
+                arguments![qkv.address, out.address, stats.address, address(starts), values],
             )
         }
     }
@@ -128,6 +153,7 @@ impl Launcher {
         &self,
         stream: CUstream,
         qkv: Ptr,
+        starts: Option<Ptr>,
         out: Ptr,
         stats: Ptr,
         d_out: Ptr,
@@ -137,23 +163,12 @@ impl Launcher {
     ) -> Result<()> {
         let dtype = real(qkv.dtype)?;
         if !shape.fused {
-            return self.plain_backward(stream, qkv, out, stats, d_out, d_qkv, scratch, shape);
+            return self.plain_backward(stream, qkv, starts, out, stats, d_out, d_qkv, scratch, shape);
         }
-        let program = self.fused_program(dtype, shape)?;
-        let (rows, slices) = match program {
-            Program::Attention(_, 256) => (64, 2),
-            Program::Attention(..) => (64, 1),
-            _ => (16, 1),
-        };
+        let program = self.fused_program(dtype, shape, starts.is_some())?;
         let values = Operands { all: &[qkv, d_out, d_qkv], shape }.packed();
         let all_rows = shape.tokens() * shape.heads;
-        let extent = |kernel, heads| Extent {
-            grid: (shape.sequence.div_ceil(rows), heads, shape.batch),
-            threads: 128,
-            shared: program.shared_bytes(kernel, shape.head_dim as u32),
-        };
-        // SAFETY: attention_delta(out, d_out, delta, shape, rows); attention_backward_*(qkv, d_out, stats,
-        // delta, d_qkv, shape). `scratch` holds f32 [B,H,S].
+        // SAFETY: attention_delta(out, d_out, delta, shape, rows); `scratch` begins with f32 [B,H,S].
         unsafe {
             self.modules.launch(
                 stream,
@@ -162,31 +177,70 @@ impl Launcher {
                 Extent::row(all_rows.div_ceil(4), 128),
                 arguments![out.address, d_out.address, scratch.address, values, all_rows],
             )?;
-            for (kernel, heads) in
-                [("attention_backward_kv", shape.kv_heads * slices), ("attention_backward_q", shape.heads)]
-            {
+        }
+        let launch = |kernel, grid, threads, further: [u64; 2]| {
+            let extent = Extent { grid, threads, shared: program.shared_bytes(kernel, shape.head_dim as u32) };
+            let [sums, turns] = further;
+            // SAFETY: attention_backward_*(qkv, d_out, stats, delta, d_qkv, starts, shape), and for the wide one
+            // (…, sums, turns). Parameters that a kernel does not have are not read.
+            unsafe {
                 self.modules.launch(
                     stream,
                     program,
                     kernel,
-                    extent(kernel, heads),
-                    arguments![qkv.address, d_out.address, stats.address, scratch.address, d_qkv.address, values],
-                )?;
+                    extent,
+                    arguments![
+                        qkv.address,
+                        d_out.address,
+                        stats.address,
+                        scratch.address,
+                        d_qkv.address,
+                        address(starts),
+                        values,
+                        sums,
+                        turns
+                    ],
+                )
             }
+        };
+        let narrow = |rows: u64, slices: u64| -> Result<()> {
+            let tiles = shape.sequence.div_ceil(rows);
+            launch("attention_backward_kv", (tiles, shape.kv_heads * slices, shape.batch), 128, [0; 2])?;
+            launch("attention_backward_q", (tiles, shape.heads, shape.batch), 128, [0; 2])
+        };
+        let wide = |keys: u32, further| {
+            let blocks = shape.sequence.div_ceil(keys.into()) * shape.kv_heads * shape.batch;
+            launch("attention_backward_wide", (blocks, 1, 1), 2 * keys, further)
+        };
+        match program {
+            Program::Attention(_, _, Tiles { backward: Backward::Wide(keys), .. }, _) => {
+                wide(keys, [0; 2])?;
+                let tiles = shape.sequence.div_ceil(128);
+                launch("attention_backward_wide_q", (tiles, shape.heads, shape.batch), 128, [0; 2])
+            }
+            Program::Attention(_, head, Tiles { backward: Backward::Ordered(keys), .. }, _) => {
+                let [sums, turns, end] = ordered_scratch(shape, head).map(|offset| scratch.address + offset);
+                self.zero(stream, turns, end - turns)?;
+                wide(keys, [sums, turns])
+            }
+            Program::Attention(_, head, ..) => narrow(64, if head == 256 { 2 } else { 1 }),
+            _ => narrow(16, 1),
         }
-        Ok(())
     }
 
-    /// f32 [B,H,S] for the fused backward; two of f32 [H,S,S] for the plain path.
-    pub(crate) fn attention_scratch_bytes(&self, shape: Attention, _dtype: DType) -> u64 {
-        if shape.fused {
-            shape.tokens() * shape.heads * 4
-        } else {
-            2 * shape.heads * shape.sequence * shape.sequence * 4
+    /// f32 [B,H,S] for the fused backward, and what an ordered one takes behind it; two of f32 [H,S,S] for the
+    /// plain path.
+    pub(crate) fn attention_scratch_bytes(&self, shape: Attention, dtype: DType, masked: bool) -> u64 {
+        match self.fused_program(dtype, shape, masked) {
+            _ if !shape.fused => 2 * shape.heads * shape.sequence * shape.sequence * 4,
+            Ok(Program::Attention(_, head, Tiles { backward: Backward::Ordered(_), .. }, _)) => {
+                ordered_scratch(shape, head)[2]
+            }
+            _ => shape.tokens() * shape.heads * 4,
         }
     }
 
-    fn fused_program(&self, dtype: DType, shape: Attention) -> Result<Program> {
+    fn fused_program(&self, dtype: DType, shape: Attention, masked: bool) -> Result<Program> {
         if shape.head_dim > LARGEST_HEAD {
             return Err(Error::Unsupported {
                 what: format!("fused attention with a head of {}", shape.head_dim),
@@ -195,8 +249,19 @@ impl Launcher {
             });
         }
         let head = if shape.head_dim <= 64 { 64 } else { shape.head_dim.next_power_of_two() as u32 };
-        let fast = Program::Attention(dtype, head);
-        let fits = fast.shared_bytes("attention_backward_kv", 0) <= self.modules.shared_limit;
+        let limit = self.modules.shared_limit;
+        let with = |tiles| Program::Attention(dtype, head, tiles, masked);
+        let mut tiles = self.tiles;
+        let forward = with(tiles).shared_bytes("attention_forward", 0);
+        // Two blocks of the forward shall share a multiprocessor; a large head leaves no room for stages.
+        if head == 256 || 2 * forward > limit {
+            tiles.stages = 1;
+        }
+        if head == 256 || with(tiles).shared_bytes("attention_backward_wide", 0) > limit {
+            tiles.backward = Backward::Narrow;
+        }
+        let fast = with(tiles);
+        let fits = fast.shared_bytes("attention_backward_kv", 0) <= limit;
         Ok(if dtype != DType::F32 && fits { fast } else { Program::AttentionAny(dtype) })
     }
 
@@ -218,20 +283,30 @@ impl Launcher {
         }
     }
 
-    fn plain(&self, stream: CUstream, qkv: Ptr, out: Ptr, stats: Ptr, scratch: Ptr, shape: Attention) -> Result<()> {
+    fn plain(
+        &self,
+        stream: CUstream,
+        qkv: Ptr,
+        starts: Option<Ptr>,
+        out: Ptr,
+        stats: Ptr,
+        scratch: Ptr,
+        shape: Attention,
+    ) -> Result<()> {
         let p = Plain::new(qkv.dtype, shape);
         for sequence in 0..shape.batch {
             let [q, k, v] = p.heads_of(qkv.address, sequence);
             let stats = stats.address + sequence * shape.heads * shape.sequence * 4;
             self.product(stream, qkv.dtype, [q, k, scratch.address], shape.heads, p.scores())?;
-            // SAFETY: softmax(scores, stats, sequence).
+            let starts = address_of(starts, sequence, shape);
+            // SAFETY: softmax(scores, stats, starts, sequence).
             unsafe {
                 self.modules.launch(
                     stream,
                     Program::AttentionPlain(qkv.dtype),
                     "softmax",
                     Extent::area(shape.sequence, shape.heads, 256),
-                    arguments![scratch.address, stats, shape.sequence as u32],
+                    arguments![scratch.address, stats, starts, shape.sequence as u32],
                 )?;
             }
             let target = out.address + sequence * shape.sequence * p.out_row * p.size;
@@ -244,6 +319,7 @@ impl Launcher {
         &self,
         stream: CUstream,
         qkv: Ptr,
+        starts: Option<Ptr>,
         out: Ptr,
         stats: Ptr,
         d_out: Ptr,
@@ -262,7 +338,8 @@ impl Launcher {
             let (out, d_out) = (out.address + rows, d_out.address + rows);
             self.product(stream, qkv.dtype, [q, k, probabilities], shape.heads, p.scores())?;
             self.product(stream, qkv.dtype, [d_out, v, gradients], shape.heads, p.score_gradients())?;
-            // SAFETY: softmax_backward(scores, gradients, stats, out, d_out, sequence, heads, head_dim).
+            let starts = address_of(starts, sequence, shape);
+            // SAFETY: softmax_backward(scores, gradients, stats, out, d_out, starts, sequence, heads, head_dim).
             unsafe {
                 self.modules.launch(
                     stream,
@@ -275,6 +352,7 @@ impl Launcher {
                         stats,
                         out,
                         d_out,
+                        starts,
                         shape.sequence as u32,
                         shape.heads as u32,
                         shape.head_dim as u32

@@ -217,17 +217,21 @@ impl Operators for Cuda {
         });
     }
 
-    fn rope(&self, qkv: View, table: View, shape: Attention, inverse: bool) {
-        self.compute(|s| self.launcher.rope(s, self.ptr(qkv), self.ptr(table), shape, inverse));
+    fn rope(&self, qkv: View, table: View, starts: Option<View>, shape: Attention, inverse: bool) {
+        self.compute(|s| {
+            let starts = self.starts(starts, shape);
+            self.launcher.rope(s, self.ptr(qkv), self.ptr(table), starts, shape, inverse)
+        });
     }
 
-    fn attention(&self, qkv: View, out: View, stats: View, scratch: View, shape: Attention) {
+    fn attention(&self, qkv: View, starts: Option<View>, out: View, stats: View, scratch: View, shape: Attention) {
         self.compute(|s| {
+            let starts = self.starts(starts, shape);
             let [qkv, out, stats, scratch] = [qkv, out, stats, scratch].map(|view| self.ptr(view));
             expect_attention(shape, &[(qkv, shape.packed()), (out, shape.heads * shape.head_dim)], stats);
             match &self.cudnn {
-                Ok(cudnn) if cudnn.forward(qkv, out, stats, scratch, shape)? => Ok(()),
-                _ => self.launcher.attention(s, qkv, out, stats, scratch, shape),
+                Ok(cudnn) if starts.is_none() && cudnn.forward(qkv, out, stats, scratch, shape)? => Ok(()),
+                _ => self.launcher.attention(s, qkv, starts, out, stats, scratch, shape),
             }
         });
     }
@@ -235,6 +239,7 @@ impl Operators for Cuda {
     fn attention_backward(
         &self,
         qkv: View,
+        starts: Option<View>,
         out: View,
         stats: View,
         d_out: View,
@@ -243,29 +248,37 @@ impl Operators for Cuda {
         shape: Attention,
     ) {
         self.compute(|s| {
+            let starts = self.starts(starts, shape);
             let [qkv, out, stats, d_out, d_qkv, scratch] =
                 [qkv, out, stats, d_out, d_qkv, scratch].map(|view| self.ptr(view));
             let dense = shape.heads * shape.head_dim;
             let packed = shape.packed();
             expect_attention(shape, &[(qkv, packed), (d_qkv, packed), (out, dense), (d_out, dense)], stats);
             match &self.cudnn {
-                Ok(cudnn) if cudnn.backward(qkv, out, stats, d_out, d_qkv, scratch, shape)? => Ok(()),
-                _ => self.launcher.attention_backward(s, qkv, out, stats, d_out, d_qkv, scratch, shape),
+                Ok(cudnn) if starts.is_none() && cudnn.backward(qkv, out, stats, d_out, d_qkv, scratch, shape)? => {
+                    Ok(())
+                }
+                _ => self.launcher.attention_backward(s, qkv, starts, out, stats, d_out, d_qkv, scratch, shape),
             }
         });
     }
 
-    fn attention_scratch_bytes(&self, shape: Attention, dtype: DType) -> u64 {
+    fn attention_scratch_bytes(&self, shape: Attention, dtype: DType, masked: bool) -> u64 {
         let plan = |pass| self.cudnn.as_ref().ok().and_then(|cudnn| cudnn.scratch_bytes(pass, shape, dtype));
         // Making a plan needs the context, as every call does.
         if self.failures.keep(self.marks.bind()).is_none() {
             return 0;
         }
+        if masked {
+            return self.launcher.attention_scratch_bytes(shape, dtype, true);
+        }
         match (plan(Pass::Forward), plan(Pass::Backward)) {
             (Some(forward), Some(backward)) => forward.max(backward),
-            (forward, backward) => {
-                self.launcher.attention_scratch_bytes(shape, dtype).max(forward.unwrap_or(0)).max(backward.unwrap_or(0))
-            }
+            (forward, backward) => self
+                .launcher
+                .attention_scratch_bytes(shape, dtype, false)
+                .max(forward.unwrap_or(0))
+                .max(backward.unwrap_or(0)),
         }
     }
 
@@ -358,6 +371,18 @@ impl Operators for Cuda {
             let [gradient, hessian, control] = [gradient, hessian, control].map(|view| self.ptr(view));
             self.launcher.hessian(s, gradient, hessian, beta2, tokens, inverse_loss_scale, control)
         });
+    }
+}
+
+impl Cuda {
+    /// A document mask as the kernels take it. cuDNN's graphs here have no such mask: Castor's own kernels are
+    /// used with one.
+    #[track_caller]
+    fn starts(&self, starts: Option<View>, shape: Attention) -> Option<Ptr> {
+        let starts = self.ptr(starts?);
+        let needed = shape.tokens();
+        assert!(starts.dtype == DType::I32 && starts.elements >= needed, "starts must be {needed} i32");
+        Some(starts)
     }
 }
 

@@ -6,6 +6,9 @@ use crate::DType;
 /// Text that is put before every source.
 const PRELUDE: &str = include_str!("../../cu/prelude.cuh");
 
+/// Text that is put before the sources of attention on tensor cores.
+const TILES: &str = include_str!("../../cu/attention_tiles.cuh");
+
 /// How the parameters of an update are stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Master {
@@ -26,6 +29,44 @@ pub enum Formula {
     AdamW,
     /// [`crate::ops::Sophia`]
     Sophia,
+}
+
+/// How the backward of attention on tensor cores is cut.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Backward {
+    /// Tiles of 64 × 64 in 97 KiB of shared memory: attention_backward.cu.
+    Narrow,
+    /// Tiles of 64 queries and 64 or 128 keys, dQ in a kernel of its own: attention_wide.cu.
+    Wide(u32),
+    /// As `Wide`, with dQ summed in f32 in scratch, one block after the other.
+    Ordered(u32),
+}
+
+/// How attention on tensor cores is cut.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Tiles {
+    /// Tiles of keys and of values that the forward has in shared memory: 1 or 2.
+    pub stages: u32,
+    /// The backward.
+    pub backward: Backward,
+}
+
+impl Tiles {
+    /// What fits every device.
+    pub const SMALLEST: Tiles = Tiles { stages: 1, backward: Backward::Narrow };
+
+    /// What is used where it fits: the fewest products, each operand from shared memory used twice.
+    pub const DEFAULT: Tiles = Tiles { stages: 2, backward: Backward::Ordered(128) };
+
+    /// Every way to cut it, for measurements.
+    pub const ALL: [Tiles; 6] = [
+        Tiles::SMALLEST,
+        Tiles { stages: 2, backward: Backward::Narrow },
+        Tiles { stages: 2, backward: Backward::Wide(64) },
+        Tiles { stages: 2, backward: Backward::Wide(128) },
+        Tiles { stages: 2, backward: Backward::Ordered(64) },
+        Tiles { stages: 2, backward: Backward::Ordered(128) },
+    ];
 }
 
 /// One compilation unit.
@@ -53,8 +94,9 @@ pub enum Program {
     Update(Master, DType, DType, DType, Formula),
     /// Sophia's estimate: gradient, estimate.
     Hessian(DType, DType),
-    /// Attention on tensor cores (f16 or bf16); heads padded to 64, 128 or 256.
-    Attention(DType, u32),
+    /// Attention on tensor cores (f16 or bf16); heads padded to 64, 128 or 256 (the last with
+    /// [`Tiles::SMALLEST`] alone); with document masks where the flag is set.
+    Attention(DType, u32, Tiles, bool),
     /// Attention in f32 arithmetic.
     AttentionAny(DType),
     /// Attention with materialised scores.
@@ -118,7 +160,18 @@ impl Program {
             Program::Reduce(_) => include_str!("../../cu/reduce.cu"),
             Program::Finish => include_str!("../../cu/finish.cu"),
             Program::Update(..) | Program::Hessian(..) => include_str!("../../cu/update.cu"),
-            Program::Attention(..) => include_str!("../../cu/attention.cu"),
+            Program::Attention(_, _, tiles, _) => {
+                let backward = match tiles.backward {
+                    Backward::Narrow => {
+                        concat!("\n#line 1 \"attention_backward.cu\"\n", include_str!("../../cu/attention_backward.cu"))
+                    }
+                    Backward::Wide(_) | Backward::Ordered(_) => {
+                        concat!("\n#line 1 \"attention_wide.cu\"\n", include_str!("../../cu/attention_wide.cu"))
+                    }
+                };
+                let forward = include_str!("../../cu/attention.cu");
+                &format!("{TILES}\n#line 1 \"attention.cu\"\n{forward}{backward}")
+            }
             Program::AttentionAny(_) => include_str!("../../cu/attention_any.cu"),
             Program::AttentionPlain(_) => include_str!("../../cu/attention_plain.cu"),
         };
@@ -148,9 +201,18 @@ impl Program {
                     options.push("-DCLUSTERS".to_owned());
                 }
             }
-            Program::Attention(dtype, head) => {
+            Program::Attention(dtype, head, tiles, masked) => {
                 options.push(real(dtype));
                 options.push(format!("-DHEAD={head}"));
+                options.push(format!("-DSTAGES={}", tiles.stages));
+                match tiles.backward {
+                    Backward::Narrow => {}
+                    Backward::Wide(keys) => options.push(format!("-DKEYS={keys}")),
+                    Backward::Ordered(keys) => options.extend([format!("-DKEYS={keys}"), "-DORDERED".to_owned()]),
+                }
+                if masked {
+                    options.push("-DMASKED".to_owned());
+                }
             }
             Program::Finish | Program::Update(..) | Program::Hessian(..) => {
                 // The same bits as the CPU: every operation rounded on its own, as IEEE says.
@@ -183,11 +245,20 @@ impl Program {
     pub(crate) fn shared_bytes(self, kernel: &str, head_dim: u32) -> u32 {
         match (self, kernel) {
             // Queries, keys, values.
-            (Program::Attention(_, 256), "attention_forward") => 3 * 64 * 256 * 2,
-            (Program::Attention(_, head), "attention_forward") => 4 * 64 * head * 2,
+            (Program::Attention(_, head, tiles, _), "attention_forward") => {
+                let rows = if head == 256 { 64 } else { 128 };
+                (rows + 2 * tiles.stages * 64) * head * 2
+            }
             // Two tiles that stay, two stages of two that pass; two stages of two rows of f32.
-            (Program::Attention(_, head), "attention_backward_q") => 6 * 64 * head * 2,
-            (Program::Attention(_, head), "attention_backward_kv") => 6 * 64 * head * 2 + 4 * 64 * 4,
+            (Program::Attention(_, head, ..), "attention_backward_q") => 6 * 64 * head * 2,
+            (Program::Attention(_, head, ..), "attention_backward_kv") => 6 * 64 * head * 2 + 4 * 64 * 4,
+            // Keys and values; probabilities and their gradients; two stages of two tiles and two rows of f32.
+            (Program::Attention(_, head, Tiles { backward, .. }, _), "attention_backward_wide") => {
+                let keys = if let Backward::Wide(keys) | Backward::Ordered(keys) = backward { keys } else { 0 };
+                2 * keys * head * 2 + 2 * 64 * keys * 2 + 4 * 64 * head * 2 + 4 * 64 * 4
+            }
+            // Two tiles of 128 queries, two stages of two of 32 keys.
+            (Program::Attention(_, head, ..), "attention_backward_wide_q") => (2 * 128 + 4 * 32) * head * 2,
             // 16 rows unpadded, 32 rows padded by one.
             (Program::AttentionAny(_), "attention_forward") => (16 * head_dim + 2 * 32 * (head_dim + 1)) * 4,
             (Program::AttentionAny(_), "attention_backward_q" | "attention_backward_kv") => {
@@ -200,9 +271,13 @@ impl Program {
     /// Kernels whose dynamic shared memory may exceed what every device gives unasked.
     pub(crate) const fn large_kernels(self) -> &'static [&'static str] {
         match self {
-            Program::Attention(..) | Program::AttentionAny(_) => {
-                &["attention_forward", "attention_backward_q", "attention_backward_kv"]
-            }
+            Program::Attention(..) | Program::AttentionAny(_) => &[
+                "attention_forward",
+                "attention_backward_q",
+                "attention_backward_kv",
+                "attention_backward_wide",
+                "attention_backward_wide_q",
+            ],
             _ => &[],
         }
     }
@@ -227,7 +302,12 @@ impl Program {
             all.extend(TYPES.into_iter().filter(|&target| target != dtype).map(|target| Program::Cast(dtype, target)));
             all.extend(MOMENTS.map(|estimate| Program::Hessian(dtype, estimate)));
             if dtype != DType::F32 {
-                all.extend([64, 128, 256].map(|head| Program::Attention(dtype, head)));
+                for masked in [false, true] {
+                    all.push(Program::Attention(dtype, 256, Tiles::SMALLEST, masked));
+                    for head in [64, 128] {
+                        all.extend(Tiles::ALL.map(|tiles| Program::Attention(dtype, head, tiles, masked)));
+                    }
+                }
             }
         }
         let storages = [

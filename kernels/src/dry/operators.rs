@@ -33,11 +33,14 @@ impl Dry {
 
     /// Checks the views of attention and gives 2·B·H·S²·D.
     #[track_caller]
-    fn scores(&self, qkv: View, out: View, stats: View, scratch: View, shape: Attention) -> u64 {
+    fn scores(&self, qkv: View, starts: Option<View>, out: View, stats: View, scratch: View, shape: Attention) -> u64 {
+        if let Some(starts) = starts {
+            self.check_view(starts, shape.tokens());
+        }
         self.check_view(qkv, shape.tokens() * shape.packed());
         self.check_view(out, shape.tokens() * shape.heads * shape.head_dim);
         self.check_view(stats, shape.tokens() * shape.heads);
-        self.check_scratch(scratch, self.attention_scratch_bytes(shape, qkv.dtype));
+        self.check_scratch(scratch, self.attention_scratch_bytes(shape, qkv.dtype, starts.is_some()));
         2 * shape.tokens() * shape.sequence * shape.heads * shape.head_dim
     }
 
@@ -158,14 +161,17 @@ impl Operators for Dry {
         self.memory_bound(&[(d_y, tokens * outputs), written, read]);
     }
 
-    fn rope(&self, qkv: View, table: View, shape: Attention, _inverse: bool) {
+    fn rope(&self, qkv: View, table: View, starts: Option<View>, shape: Attention, _inverse: bool) {
+        if let Some(starts) = starts {
+            self.check_view(starts, shape.tokens());
+        }
         self.check_view(qkv, shape.tokens() * shape.packed());
         let rotated = shape.tokens() * (shape.heads + shape.kv_heads) * shape.head_dim;
         self.memory_bound(&[(qkv, rotated), (qkv, rotated), (table, shape.sequence * shape.head_dim)]);
     }
 
-    fn attention(&self, qkv: View, out: View, stats: View, scratch: View, shape: Attention) {
-        let flops = self.scores(qkv, out, stats, scratch, shape);
+    fn attention(&self, qkv: View, starts: Option<View>, out: View, stats: View, scratch: View, shape: Attention) {
+        let flops = self.scores(qkv, starts, out, stats, scratch, shape);
         self.count(|c| {
             c.operators_count += 1;
             c.flops.attention += flops;
@@ -175,6 +181,7 @@ impl Operators for Dry {
     fn attention_backward(
         &self,
         qkv: View,
+        starts: Option<View>,
         out: View,
         stats: View,
         d_out: View,
@@ -182,7 +189,7 @@ impl Operators for Dry {
         scratch: View,
         shape: Attention,
     ) {
-        let flops = self.scores(qkv, out, stats, scratch, shape);
+        let flops = self.scores(qkv, starts, out, stats, scratch, shape);
         self.check_view(d_out, shape.tokens() * shape.heads * shape.head_dim);
         self.check_view(d_qkv, shape.tokens() * shape.packed());
         self.count(|c| {
@@ -191,7 +198,7 @@ impl Operators for Dry {
         });
     }
 
-    fn attention_scratch_bytes(&self, shape: Attention, dtype: DType) -> u64 {
+    fn attention_scratch_bytes(&self, shape: Attention, dtype: DType, _masked: bool) -> u64 {
         (self.profile.attention_scratch_bytes)(shape, dtype)
     }
 

@@ -1,8 +1,10 @@
-//! Attention three ways: cuDNN, Castor's own fused kernel, and the plain path; each against the CPU.
+//! Attention three ways: cuDNN, Castor's own fused kernel (in every cut), and the plain path; each against the CPU,
+//! with and without document masks.
 
 use super::Case;
 use super::rig::Rig;
 use castor_kernels::cuda::CudaOptions;
+use castor_kernels::cuda::programs::Tiles;
 use castor_kernels::ops::Attention;
 use castor_kernels::{DType, View};
 
@@ -10,6 +12,8 @@ pub const CASES: &[Case] = &[
     ("attention_fused", attention_fused),
     ("attention_own", attention_own),
     ("attention_plain", attention_plain),
+    ("attention_cuts", attention_cuts),
+    ("attention_documents", attention_documents),
     ("attention_deterministic", attention_deterministic),
 ];
 
@@ -30,6 +34,7 @@ fn shape([batch, sequence, heads, kv_heads, head_dim]: [u64; 5], fused: bool, de
 
 struct Views {
     qkv: View,
+    starts: Option<View>,
     out: View,
     stats: View,
     d_out: View,
@@ -37,31 +42,50 @@ struct Views {
     scratch: View,
 }
 
-fn views(rig: &Rig, dtype: DType, shape: Attention) -> Views {
+/// Documents of changing lengths up to `longest`, other ones in each row: most borders fall within tiles.
+fn documents(rig: &Rig, shape: Attention, longest: u64) -> View {
+    let mut starts = Vec::new();
+    for row in 0..shape.batch {
+        let (mut start, mut left) = (0, 0);
+        for t in 0..shape.sequence {
+            if left == 0 {
+                (start, left) = (t, 1 + (7 * row + 5 * t + 3) % longest);
+            }
+            starts.push(start as i32);
+            left -= 1;
+        }
+    }
+    rig.integers(&starts)
+}
+
+fn views(rig: &Rig, dtype: DType, shape: Attention, longest: Option<u64>) -> Views {
     let dense = shape.tokens() * shape.heads * shape.head_dim;
     Views {
         qkv: rig.normal(dtype, shape.tokens() * shape.packed(), 1.0),
+        starts: longest.map(|longest| documents(rig, shape, longest)),
         out: rig.poisoned(dtype, dense),
         stats: rig.poisoned(DType::F32, shape.tokens() * shape.heads),
         d_out: rig.normal(dtype, dense, 1.0),
         d_qkv: rig.poisoned(dtype, shape.tokens() * shape.packed()),
-        scratch: rig.scratch(|ops| ops.attention_scratch_bytes(shape, dtype)),
+        scratch: rig.scratch(|ops| ops.attention_scratch_bytes(shape, dtype, longest.is_some())),
     }
 }
 
-fn against_cpu(rig: &Rig, fused: bool, dtypes: &[DType]) {
+fn against_cpu(rig: &Rig, fused: bool, dtypes: &[DType], longest: Option<u64>) {
     println!("  {}", rig.cuda.attention_backend());
     for sizes in SHAPES {
         for &dtype in dtypes {
             for deterministic in [false, true] {
                 rig.clear();
                 let shape = shape(sizes, fused, deterministic);
-                let v = views(rig, dtype, shape);
-                rig.run(|ops| ops.attention(v.qkv, v.out, v.stats, v.scratch, shape));
+                let v = views(rig, dtype, shape, longest);
+                rig.run(|ops| ops.attention(v.qkv, v.starts, v.out, v.stats, v.scratch, shape));
                 // Probabilities are rounded to the type before they meet v, and the result once more.
                 rig.close(&format!("attention {shape:?}"), v.out, 2.0);
                 rig.close(&format!("stats {shape:?}"), v.stats, 4.0);
-                rig.run(|ops| ops.attention_backward(v.qkv, v.out, v.stats, v.d_out, v.d_qkv, v.scratch, shape));
+                rig.run(|ops| {
+                    ops.attention_backward(v.qkv, v.starts, v.out, v.stats, v.d_out, v.d_qkv, v.scratch, shape)
+                });
                 // Besides, the gradient of the scores is rounded, and `out` enters as it was rounded.
                 rig.close(&format!("attention_backward {shape:?}"), v.d_qkv, 4.0);
             }
@@ -70,31 +94,58 @@ fn against_cpu(rig: &Rig, fused: bool, dtypes: &[DType]) {
 }
 
 fn attention_fused() {
-    against_cpu(&Rig::new(), true, &[DType::Bf16, DType::F16]);
+    against_cpu(&Rig::new(), true, &[DType::Bf16, DType::F16], None);
 }
 
 fn attention_own() {
     let rig = Rig::with(CudaOptions { own_attention: true, ..CudaOptions::default() });
-    against_cpu(&rig, true, &[DType::Bf16, DType::F16, DType::F32]);
+    against_cpu(&rig, true, &[DType::Bf16, DType::F16, DType::F32], None);
+}
+
+fn attention_cuts() {
+    for tiles in Tiles::ALL {
+        println!("  {tiles:?}");
+        let options = CudaOptions { own_attention: true, attention_tiles: Some(tiles), ..CudaOptions::default() };
+        let rig = Rig::with(options);
+        against_cpu(&rig, true, &[DType::Bf16], None);
+        for longest in [20, 200] {
+            against_cpu(&rig, true, &[DType::Bf16, DType::F16], Some(longest));
+        }
+    }
+}
+
+/// With a mask cuDNN is not used, if it is there or not.
+fn attention_documents() {
+    let rig = Rig::new();
+    for longest in [1, 20, 200] {
+        for fused in [true, false] {
+            against_cpu(&rig, fused, &[DType::Bf16, DType::F16, DType::F32], Some(longest));
+        }
+    }
 }
 
 fn attention_plain() {
-    against_cpu(&Rig::new(), false, &[DType::Bf16, DType::F16, DType::F32]);
+    against_cpu(&Rig::new(), false, &[DType::Bf16, DType::F16, DType::F32], None);
 }
 
 fn attention_deterministic() {
     for own_attention in [false, true] {
         let rig = Rig::with(CudaOptions { own_attention, ..CudaOptions::default() });
-        for sizes in [[4, 512, 8, 2, 128], [2, 1000, 4, 4, 64]] {
+        for (sizes, longest) in [
+            ([4, 512, 8, 2, 128], None),
+            ([2, 1000, 4, 4, 64], None),
+            ([4, 512, 8, 2, 128], Some(300)),
+            ([2, 1000, 4, 4, 64], Some(300)),
+        ] {
             rig.clear();
             let shape = shape(sizes, true, true);
-            let v = views(&rig, DType::Bf16, shape);
+            let v = views(&rig, DType::Bf16, shape, longest);
             use castor_kernels::{Memory, Operators};
             let cuda = &rig.cuda;
-            cuda.attention(v.qkv, v.out, v.stats, v.scratch, shape);
+            cuda.attention(v.qkv, v.starts, v.out, v.stats, v.scratch, shape);
             let mut results = Vec::new();
             for _ in 0..4 {
-                cuda.attention_backward(v.qkv, v.out, v.stats, v.d_out, v.d_qkv, v.scratch, shape);
+                cuda.attention_backward(v.qkv, v.starts, v.out, v.stats, v.d_out, v.d_qkv, v.scratch, shape);
                 let mut bytes = vec![0; v.d_qkv.span.bytes as usize];
                 cuda.download(v.d_qkv.span, &mut bytes).unwrap();
                 results.push(bytes);

@@ -153,11 +153,14 @@ fn rope() {
             table.extend((0..half).map(|i| angle(s, i).sin() as f32));
         }
         let table = rig.values(DType::F32, &table);
+        let starts = rig.integers(&(0..shape.tokens()).map(|t| (t % sequence / 7 * 7) as i32).collect::<Vec<_>>());
         for dtype in REAL {
             let qkv = rig.normal(dtype, shape.tokens() * shape.packed(), 1.0);
             for inverse in [false, true] {
-                rig.run(|ops| ops.rope(qkv, table, shape, inverse));
+                rig.run(|ops| ops.rope(qkv, table, None, shape, inverse));
                 rig.close("rope", qkv, 1.5);
+                rig.run(|ops| ops.rope(qkv, table, Some(starts), shape, inverse));
+                rig.close("rope of documents", qkv, 1.5);
             }
         }
         rig.clear();

@@ -51,6 +51,8 @@ impl Facts {
                 "rows_per_step": data.rows_per_step,
                 "shuffle": shuffle,
                 "order_seed": order_seed,
+                // Nothing where there is none: checkpoints from before it go on.
+                "document_mask": options.document_mask.then_some(true),
             },
         });
         let free = json!({
@@ -71,7 +73,7 @@ impl Facts {
                     "; choose --gradient_accumulation_steps and --batch_size so that ranks × both is the same"
                 }
                 path if path.starts_with("data.") => {
-                    "; give the same data and the same --max_length, --eval_fraction, --shuffle and --seed"
+                    "; give the same data and the same --max_length, --document_mask, --eval_fraction, --shuffle and --seed"
                 }
                 path if path.starts_with("model.") => {
                     "; give the same model, or start anew from weights with `castor export` and --model"

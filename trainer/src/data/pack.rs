@@ -1,7 +1,8 @@
 //! `castor data pack`: text tokenised once, streamed into a token file that every later run maps.
 //!
 //! The file has llm.c's format (u16 ids where the vocabulary allows, else u32), so llm.c reads it too. Beside it, a
-//! mask says which tokens do not count in the loss, if there are any, and a manifest what it was made from.
+//! mask says which tokens do not count in the loss, if there are any, an index where documents begin, and a manifest
+//! what it was made from.
 
 use std::fs::{self, Permissions};
 use std::io::{BufWriter, Seek, SeekFrom, Write};
@@ -12,7 +13,7 @@ use serde_json::json;
 use tempfile::NamedTempFile;
 
 use super::document::SILENT;
-use super::{DataSpec, Tokenizer, files, text, tokens};
+use super::{DataSpec, Tokenizer, borders, files, text, tokens};
 use crate::error::{Error, Result};
 
 /// Name of the token file in the output folder.
@@ -33,14 +34,16 @@ pub struct PackSummary {
     pub notices: Vec<String>,
 }
 
-/// Tokenises the spec's text into `folder/tokens.bin`, `folder/tokens.mask` if not all of it counts, and
-/// `folder/manifest.json`, holding one batch of documents at a time.
+/// Tokenises the spec's text into `folder/tokens.bin`, `folder/tokens.documents`, `folder/tokens.mask` if not all of it
+/// counts, and `folder/manifest.json`, holding one batch of documents at a time.
 ///
 /// # Errors
 /// [`Error::Usage`] for input that cannot be used or an output that exists; [`Error::Failed`] if writing fails.
 pub fn pack(spec: &DataSpec, tokenizer: &Tokenizer, folder: &Path) -> Result<PackSummary> {
     let path = folder.join(TOKENS_FILE);
-    if let Some(old) = [path.clone(), tokens::mask_of(&path)].iter().find(|path| path.exists()) {
+    if let Some(old) =
+        [path.clone(), tokens::mask_of(&path), borders::index_of(&path)].iter().find(|path| path.exists())
+    {
         return Err(Error::Usage(format!("{}: exists already; choose another --out", old.display())));
     }
     let mut notices = Vec::new();
@@ -76,6 +79,7 @@ struct Output {
     wide: bool,
     tokens: BufWriter<NamedTempFile>,
     mask: BufWriter<NamedTempFile>,
+    documents: BufWriter<NamedTempFile>,
     bytes: Vec<u8>,
     /// The mask's present byte.
     bits: u8,
@@ -92,13 +96,15 @@ impl Output {
             let file = tempfile::Builder::new().prefix(".castor-pack-").permissions(open).tempfile_in(folder);
             file.map(|file| BufWriter::with_capacity(1 << 20, file)).map_err(|e| failed(path, "create", &e))
         };
-        let (mut tokens, mask) = (create()?, create()?);
+        let (mut tokens, mask, documents) = (create()?, create()?, create()?);
         tokens.write_all(&header(wide, 0)).map_err(|e| failed(path, "write", &e))?;
         let path = path.to_path_buf();
-        Ok(Output { path, wide, tokens, mask, bytes: Vec::new(), bits: 0, count: 0, silent: 0 })
+        Ok(Output { path, wide, tokens, mask, documents, bytes: Vec::new(), bits: 0, count: 0, silent: 0 })
     }
 
+    /// Writes one document.
     fn write(&mut self, ids: &[u32]) -> Result<()> {
+        self.documents.write_all(&self.count.to_le_bytes()).map_err(|e| failed(&self.path, "write", &e))?;
         self.bytes.clear();
         for id in ids {
             let bytes = (id & !SILENT).to_le_bytes();
@@ -142,6 +148,7 @@ impl Output {
         if self.silent > 0 {
             keep(self.mask, &tokens::mask_of(path))?;
         }
+        keep(self.documents, &borders::index_of(path))?;
         keep(self.tokens, path)?;
         Ok((self.count, self.count - self.silent))
     }

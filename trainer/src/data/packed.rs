@@ -1,6 +1,7 @@
 //! Tokens cut into rows of S: no padding, nothing repeated, the remainder said.
 
 use super::TokenFile;
+use super::borders::Borders;
 use super::document::SILENT;
 use crate::error::{Error, Result, counted};
 use crate::source::Rows;
@@ -20,18 +21,20 @@ pub struct PackedRows {
 
 #[derive(Debug)]
 enum Ids {
-    Memory(Vec<u32>),
+    /// And where documents begin.
+    Memory(Vec<u32>, Borders),
     Files(Vec<TokenFile>),
 }
 
 impl PackedRows {
-    /// Rows over `ids`, with the mark `SILENT` (the top bit) where a token does not count.
+    /// Rows over `ids`, with the mark `SILENT` (the top bit) where a token does not count. Documents begin at
+    /// `documents`, ascending; without any each row is one.
     ///
     /// # Errors
     /// If there are fewer ids than one row, with the number that is needed.
-    pub fn from_ids(ids: Vec<u32>, length: usize) -> Result<PackedRows> {
+    pub fn from_ids(ids: Vec<u32>, documents: Vec<u64>, length: usize) -> Result<PackedRows> {
         let tokens = ids.len() as u64;
-        PackedRows::new(Ids::Memory(ids), &[tokens], length)
+        PackedRows::new(Ids::Memory(ids, Borders::Starts(documents)), &[tokens], length)
     }
 
     /// Rows over token files; each file's remainder is its own.
@@ -76,6 +79,12 @@ impl PackedRows {
         )
     }
 
+    /// File of a row, and its first token within it.
+    fn place(&self, index: u64) -> (usize, u64) {
+        let part = self.starts.partition_point(|start| *start <= index) - 1;
+        (part, (index - self.starts[part]) * self.length as u64)
+    }
+
     /// Tokens that fill no row.
     pub const fn remainder(&self) -> u64 {
         self.remainder
@@ -94,10 +103,9 @@ impl Rows for PackedRows {
     fn row(&self, index: u64, ids: &mut [i32], labels: &mut [i32]) -> Result<()> {
         assert!(index < self.len(), "row {index} of {}", self.len());
         assert_eq!((ids.len(), labels.len()), (self.length, self.length));
-        let part = self.starts.partition_point(|start| *start <= index) - 1;
-        let first = (index - self.starts[part]) * self.length as u64;
+        let (part, first) = self.place(index);
         match &self.ids {
-            Ids::Memory(all) => {
+            Ids::Memory(all, _) => {
                 for ((id, label), source) in ids.iter_mut().zip(&mut *labels).zip(&all[first as usize..]) {
                     *id = (*source & !SILENT) as i32;
                     *label = if source & SILENT == 0 { *id } else { IGNORED };
@@ -112,6 +120,15 @@ impl Rows for PackedRows {
                     }
                 }
             }
+        }
+        Ok(())
+    }
+
+    fn starts(&self, index: u64, ids: &[i32], starts: &mut [i32]) -> Result<()> {
+        let (part, first) = self.place(index);
+        match &self.ids {
+            Ids::Memory(_, documents) => documents.fill(first, ids, starts),
+            Ids::Files(files) => files[part].starts(first, ids, starts),
         }
         Ok(())
     }

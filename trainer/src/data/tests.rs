@@ -9,6 +9,7 @@ mod words;
 use super::text::tokenize;
 use super::{DataSpec, OnBadRecord, PackedRows, TokenFile, TokenFormat, Tokenizer, open, pack};
 use crate::source::Rows;
+use crate::step_rows::StepRows;
 
 /// The documents of `path` as text, or the refusal.
 fn documents(path: &Path, on_bad_record: OnBadRecord) -> Result<(Vec<String>, Vec<String>), String> {
@@ -214,6 +215,53 @@ fn packing_keeps_every_token_and_what_is_packed_is_read_back() {
     assert!(short.contains("has 9 tokens") && short.contains("at least 10"), "{short}");
     let small = open(&spec, "bytes", 4, 258).unwrap_err().to_string();
     assert!(small.contains("vocab_size is 258") && small.contains("259"), "{small}");
+}
+
+#[test]
+fn rows_know_where_documents_begin_however_they_are_stored() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.jsonl");
+    std::fs::write(&path, "{\"text\":\"abc\"}\n{\"text\":\"h\"}\n{\"text\":\"defg\"}\n").unwrap();
+    let ask = |input: &std::path::Path| {
+        let mut spec = DataSpec::new(vec![input.display().to_string()]);
+        spec.document_mask = true;
+        spec
+    };
+    // 256 97 98 99 257 | 256 104 257 | 256 100 101 102 103 257, in rows of six.
+    let expected = [[0, 0, 0, 0, 0, 5], [0, 0, 2, 2, 2, 2]];
+    let check = |rows: &PackedRows| {
+        for (row, expected) in expected.iter().enumerate() {
+            let (mut ids, mut labels, mut starts) = ([0; 6], [0; 6], [0; 6]);
+            rows.row(row as u64, &mut ids, &mut labels).unwrap();
+            rows.starts(row as u64, &ids, &mut starts).unwrap();
+            assert_eq!(starts, *expected, "{ids:?}");
+        }
+        let mut batch = StepRows::new(6, true);
+        batch.fill(rows, &[vec![Some(1), None]]).unwrap();
+        let micro = batch.micros().next().unwrap();
+        assert_eq!(micro.starts.unwrap()[..6], expected[1]);
+        // A document's first token is asked of nobody.
+        assert_eq!(micro.labels[..4], [-100, 257, -100, 100]);
+    };
+    check(&open(&ask(&path), "bytes", 6, 259).unwrap().0);
+
+    let out = folder.path().join("packed");
+    pack(&ask(&path), &Tokenizer::bytes(), &out).unwrap();
+    let tokens = out.join("tokens.bin");
+    check(&open(&ask(&tokens), "no such tokenizer", 6, 259).unwrap().0);
+    let index = out.join("tokens.documents");
+    let starts: Vec<u8> = [0u64, 5, 8].iter().flat_map(|start| start.to_le_bytes()).collect();
+    assert_eq!(std::fs::read(&index).unwrap(), starts);
+
+    std::fs::write(&index, &starts[8..]).unwrap();
+    let error = open(&ask(&tokens), "bytes", 6, 259).unwrap_err().to_string();
+    assert!(error.contains("tokens.documents") && error.contains("different runs"), "{error}");
+    std::fs::remove_file(&index).unwrap();
+    let (rows, notices) = open(&ask(&tokens), "bytes", 6, 259).unwrap();
+    check(&rows);
+    assert!(notices[0].contains("told apart by BOS 256 and EOS 257"), "{notices:?}");
+    let error = open(&ask(&tokens), "no such tokenizer", 6, 259).unwrap_err().to_string();
+    assert!(error.contains("--document_mask needs BOS or EOS of --tokenizer no such tokenizer"), "{error}");
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::path::Path;
 
 use castor_kernels::FileMap;
 
+use super::borders::{Borders, Marks};
 use crate::error::{Error, Result};
 
 /// Bytes of an llm.c header: 256 little-endian i32.
@@ -55,6 +56,7 @@ pub struct TokenFile {
     tokens: u64,
     documents: Option<u64>,
     mask: Option<FileMap>,
+    borders: Option<Borders>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,12 +124,34 @@ impl TokenFile {
             }
             file.mask = Some(map);
         }
+        if file.borders.is_none() {
+            file.borders = Borders::beside(path, file.tokens)?;
+        }
         Ok(file)
     }
 
     /// Whether token `index` does not count in the loss; it must lie in the file.
     pub fn is_silent(&self, index: u64) -> bool {
         self.mask.as_ref().is_some_and(|mask| mask.bytes()[(index / 8) as usize] >> (index % 8) & 1 == 1)
+    }
+
+    /// Whether it is known where documents begin.
+    pub(super) const fn knows_documents(&self) -> bool {
+        self.borders.is_some()
+    }
+
+    /// Documents begin and end with these ids.
+    pub(super) fn tell_documents_by(&mut self, marks: Marks) {
+        self.borders = Some(Borders::Marks(marks));
+    }
+
+    /// Fills `out` with the position, within the row of `ids` that begins at token `first`, of each token's document's
+    /// first token. Where no documents are known the row is one.
+    pub(super) fn starts(&self, first: u64, ids: &[i32], out: &mut [i32]) {
+        match &self.borders {
+            Some(borders) => borders.fill(first, ids, out),
+            None => out.fill(0),
+        }
     }
 
     /// Number of ids.
@@ -236,7 +260,7 @@ fn llmc(map: FileMap) -> std::result::Result<TokenFile, String> {
             data.len()
         ));
     }
-    Ok(TokenFile { start: LLMC_HEADER, width, tokens: tokens.into(), documents: None, mask: None, map })
+    Ok(TokenFile { start: LLMC_HEADER, width, tokens: tokens.into(), documents: None, mask: None, borders: None, map })
 }
 
 fn nanogpt(map: FileMap) -> std::result::Result<TokenFile, String> {
@@ -244,7 +268,7 @@ fn nanogpt(map: FileMap) -> std::result::Result<TokenFile, String> {
     if !bytes.is_multiple_of(2) {
         return Err(format!("{bytes} bytes are not a whole number of u16 tokens"));
     }
-    Ok(TokenFile { start: 0, width: Width::U16, tokens: bytes / 2, documents: None, mask: None, map })
+    Ok(TokenFile { start: 0, width: Width::U16, tokens: bytes / 2, documents: None, mask: None, borders: None, map })
 }
 
 /// The index must describe the `.bin` exactly: a pair from two runs is the usual accident.
@@ -310,5 +334,16 @@ fn megatron(map: FileMap, path: &Path) -> Result<TokenFile> {
             map.path().display()
         )));
     }
-    Ok(TokenFile { start: 0, width, tokens, documents: Some(documents.saturating_sub(1)), mask: None, map })
+    let mut starts = Vec::with_capacity(documents as usize);
+    for document in 0..documents.saturating_sub(1) as usize {
+        let sequence = le(data, lengths + sequences as usize * 12 + document * 8, 8).ok_or_else(cut)?;
+        // A document without sequences begins where the tokens end.
+        let offset = if sequence < sequences { le(data, offsets + sequence as usize * 8, 8) } else { Some(bin) };
+        starts.push(offset.ok_or_else(cut)? / width.bytes());
+    }
+    if !starts.is_sorted() {
+        return Err(refuse("its document boundaries do not ascend; the index is damaged".into()));
+    }
+    let borders = (!starts.is_empty()).then_some(Borders::Starts(starts));
+    Ok(TokenFile { start: 0, width, tokens, documents: Some(documents.saturating_sub(1)), mask: None, borders, map })
 }

@@ -84,7 +84,7 @@ pub struct Memory {
     pub scratch: View,
 }
 
-/// What is the same for all blocks and micro-batches of a pass.
+/// What is the same for all blocks of a pass.
 #[derive(Clone, Copy)]
 pub struct Block<'a> {
     /// The operators.
@@ -95,6 +95,8 @@ pub struct Block<'a> {
     pub attention: AttentionKind,
     /// f32 `[S,D]` of cosines and sines.
     pub rope: View,
+    /// The micro-batch's document mask, i32 `[B,S]`; see [`castor_kernels::Operators::attention`].
+    pub starts: Option<View>,
 }
 
 impl Block<'_> {
@@ -131,8 +133,8 @@ impl Block<'_> {
         let attention = shape.attention(m.batch, self.attention);
         self.norm1_forward(w, m);
         ops.linear(m.n1, w.qkv, w.qkv_bias, None, m.qkv, shape.qkv(tokens));
-        ops.rope(m.qkv, self.rope, attention, false);
-        ops.attention(m.qkv, m.attention, m.stats, m.scratch, attention);
+        ops.rope(m.qkv, self.rope, self.starts, attention, false);
+        ops.attention(m.qkv, self.starts, m.attention, m.stats, m.scratch, attention);
         ops.linear(m.attention, w.o, w.o_bias, Some(m.input), m.h2, shape.o(tokens));
     }
 
@@ -188,8 +190,8 @@ impl Block<'_> {
         let d_attention = m.narrow.part(0, tokens * shape.query());
         ops.linear_backward_input(d_h, w.o, d_attention, shape.o(tokens), Into::Replace);
         let d_qkv = m.wide.part(0, tokens * shape.packed());
-        ops.attention_backward(m.qkv, m.attention, m.stats, d_attention, d_qkv, m.scratch, attention);
-        ops.rope(d_qkv, self.rope, attention, true);
+        ops.attention_backward(m.qkv, self.starts, m.attention, m.stats, d_attention, d_qkv, m.scratch, attention);
+        ops.rope(d_qkv, self.rope, self.starts, attention, true);
         if m.keep != Keep::All {
             self.norm1_forward(w, m);
         }

@@ -124,4 +124,6 @@ pub struct AttentionKind {
     pub fused: bool,
     /// Whether the backward must give the same bits every time.
     pub deterministic: bool,
+    /// Whether a token attends within its own document only.
+    pub documents: bool,
 }

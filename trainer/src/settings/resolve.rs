@@ -86,6 +86,7 @@ fn data(raw: &Raw) -> Result<DataSpec> {
                 &[("llmc", TokenFormat::LlmC), ("nanogpt", TokenFormat::NanoGpt), ("megatron", TokenFormat::Megatron)],
             )?),
         },
+        document_mask: switch(raw, "document_mask")?,
         bos: switch(raw, "add_bos")?,
         eos: switch(raw, "add_eos")?,
     })

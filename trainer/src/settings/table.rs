@@ -76,6 +76,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(WHAT, "token_format", None, &[], Value, "", "llmc, nanogpt or megatron, where a token file does not say it"),
     flag(WHAT, "add_bos", None, &["add_bos_token"], Switch, "true", "BOS before each document"),
     flag(WHAT, "add_eos", None, &["add_eos_token"], Switch, "true", "EOS after each document"),
+    flag(WHAT, "document_mask", None, &[], Switch, "false", "Tokens attend within their own document only; positions restart with it"),
 
     flag(MUCH, "batch_size", Some('b'), &["per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size"], Value, "1", "Rows per rank and micro-step"),
     flag(MUCH, "gradient_accumulation_steps", None, &["accumulation"], Value, "1", "Micro-steps per update"),

@@ -65,6 +65,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         keep: vec![Keep::All; config.num_hidden_layers as usize],
         first_keep: Keep::All,
         fused_attention: true,
+        document_mask: false,
         deterministic: true,
         logits_bytes: castor_trainer::activations::LOGITS_BYTES,
         optimizer: Some(adamw(0.9, 0.95, 0.1)),

@@ -72,6 +72,27 @@ impl Shape {
     }
 }
 
+/// The first position that each token of a sequence sees: 0, or as [`crate::Operators::attention`] says.
+#[derive(Clone, Copy)]
+pub struct Starts<'a>(pub Option<&'a [i32]>);
+
+impl<'a> Starts<'a> {
+    /// Those of sequence `batch` of `[B,S]`.
+    pub fn of(self, batch: usize, sequence: usize) -> Starts<'a> {
+        Starts(self.0.map(|starts| &starts[batch * sequence..][..sequence]))
+    }
+
+    /// Of token `token` of a sequence.
+    pub fn at(&self, token: usize) -> usize {
+        self.0.map_or(0, |starts| starts[token] as usize)
+    }
+
+    /// The first tile of keys that a tile of queries sees: starts never decrease.
+    fn first_tile(&self, queries: usize) -> usize {
+        self.at(queries * TILE) / TILE
+    }
+}
+
 /// Columns `first..first + head_dim` of rows `tokens` of `source` (rows of `width`), widened and densely
 /// packed at the start of `target`, which is returned cut to size.
 pub fn load<'s, T: Element>(
@@ -95,15 +116,24 @@ fn pieces<const N: usize>(mut scratch: &mut [f32], lengths: [usize; N]) -> [&mut
 }
 
 /// out `[T, H·D]`; stats `[B,H,S]`: log-sum-exp of each row; scratch `[T, H]`, where tasks leave it first.
-pub fn forward<T: Element>(qkv: &[T], out: &mut [T], stats: &mut [f32], scratch: &mut [f32], shape: Shape) {
+pub fn forward<T: Element>(
+    qkv: &[T],
+    starts: Starts<'_>,
+    out: &mut [T],
+    stats: &mut [f32],
+    scratch: &mut [f32],
+    shape: Shape,
+) {
     let Shape { sequence, heads, .. } = shape;
     let batches = qkv.par_chunks_exact(sequence * shape.packed());
     batches
         .zip(out.par_chunks_exact_mut(sequence * shape.width()))
         .zip(scratch.par_chunks_exact_mut(sequence * heads))
-        .for_each(|((qkv, out), sums)| {
+        .enumerate()
+        .for_each(|(batch, ((qkv, out), sums))| {
+            let starts = starts.of(batch, sequence);
             let tiles = out.par_chunks_mut(TILE * shape.width()).zip(sums.par_chunks_mut(TILE * heads));
-            tiles.enumerate().for_each(|(tile, (out, sums))| forward_tile(qkv, out, sums, tile, shape));
+            tiles.enumerate().for_each(|(tile, (out, sums))| forward_tile(qkv, starts, out, sums, tile, shape));
         });
     stats.par_chunks_exact_mut(sequence).enumerate().for_each(|(row, stats)| {
         let (batch, head) = (row / heads, row % heads);
@@ -113,8 +143,8 @@ pub fn forward<T: Element>(qkv: &[T], out: &mut [T], stats: &mut [f32], scratch:
     });
 }
 
-/// `qkv`: one sequence. `out`, `sums`: this tile's rows.
-fn forward_tile<T: Element>(qkv: &[T], out: &mut [T], sums: &mut [f32], tile: usize, shape: Shape) {
+/// `qkv`, `starts`: one sequence. `out`, `sums`: this tile's rows.
+fn forward_tile<T: Element>(qkv: &[T], starts: Starts<'_>, out: &mut [T], sums: &mut [f32], tile: usize, shape: Shape) {
     let d = shape.head_dim;
     let lengths = [TILE * d, TILE * d, TILE * d, TILE * d, TILE * TILE, TILE, TILE];
     with_scratch(lengths.iter().sum(), |scratch| {
@@ -127,7 +157,7 @@ fn forward_tile<T: Element>(qkv: &[T], out: &mut [T], sums: &mut [f32], tile: us
             o.fill(0.0);
             max.fill(f32::NEG_INFINITY);
             total.fill(0.0);
-            for keys in 0..=tile {
+            for keys in starts.first_tile(tile)..=tile {
                 let k = load(qkv, shape.packed(), shape.tile(keys), shape.k(kv), d, k);
                 let v = load(qkv, shape.packed(), shape.tile(keys), shape.v(kv), d, v);
                 let columns = k.len() / d;
@@ -137,6 +167,8 @@ fn forward_tile<T: Element>(qkv: &[T], out: &mut [T], sums: &mut [f32], tile: us
                     if keys == tile {
                         s[i + 1..].fill(f32::NEG_INFINITY);
                     }
+                    let hidden = starts.at(tile * TILE + i).saturating_sub(keys * TILE).min(columns);
+                    s[..hidden].fill(f32::NEG_INFINITY);
                     let correction = absorb(s, &mut max[i], &mut total[i]);
                     for o in &mut o[i * d..(i + 1) * d] {
                         *o *= correction;
@@ -161,6 +193,11 @@ fn forward_tile<T: Element>(qkv: &[T], out: &mut [T], sums: &mut [f32], tile: us
 fn absorb(scores: &mut [f32], max: &mut f32, total: &mut f32) -> f32 {
     let before = *max;
     let now = scores.iter().copied().fold(before, f32::max);
+    if now == f32::NEG_INFINITY {
+        // A tile before the row's document.
+        scores.fill(0.0);
+        return 1.0;
+    }
     vectorised(|| {
         for s in scores.iter_mut() {
             *s = exp(*s - now);
@@ -196,6 +233,7 @@ struct Sequence<'a, T> {
     d_out: &'a [T],
     /// `[H, S]`
     stats: &'a [f32],
+    starts: Starts<'a>,
     shape: Shape,
 }
 
@@ -220,7 +258,15 @@ struct Tiles<'s> {
 }
 
 /// Gradient of q, k, v from the log-sum-exp of the rows. Shapes as in [`crate::Operators::attention_backward`].
-pub fn backward<T: Element>(qkv: &[T], out: &[T], stats: &[f32], d_out: &[T], d_qkv: &mut [T], shape: Shape) {
+pub fn backward<T: Element>(
+    qkv: &[T],
+    starts: Starts<'_>,
+    out: &[T],
+    stats: &[f32],
+    d_out: &[T],
+    d_qkv: &mut [T],
+    shape: Shape,
+) {
     let (packed, width) = (shape.sequence * shape.packed(), shape.sequence * shape.width());
     let rows = shape.sequence * shape.heads;
     d_qkv.par_chunks_exact_mut(packed).enumerate().for_each(|(b, d_qkv)| {
@@ -229,6 +275,7 @@ pub fn backward<T: Element>(qkv: &[T], out: &[T], stats: &[f32], d_out: &[T], d_
             out: &out[b * width..][..width],
             d_out: &d_out[b * width..][..width],
             stats: &stats[b * rows..][..rows],
+            starts: starts.of(b, shape.sequence),
             shape,
         };
         d_qkv.par_chunks_mut(TILE * shape.packed()).enumerate().for_each(|(tile, d_qkv)| {
@@ -277,15 +324,18 @@ impl<T: Element> Sequence<'_, T> {
         let stats = &self.stats[head * shape.sequence..][tokens];
         for (i, (p, d_s)) in p.chunks_exact_mut(columns).zip(d_s.chunks_exact_mut(columns)).enumerate() {
             let (stat, delta) = (stats[i], t.delta[i]);
-            let seen = if keys == queries { i + 1 } else { columns };
+            let end = if keys == queries { i + 1 } else { columns };
+            let hidden = self.starts.at(queries * TILE + i).saturating_sub(keys * TILE).min(end);
             vectorised(|| {
-                for (p, d_s) in p[..seen].iter_mut().zip(&mut d_s[..seen]) {
+                for (p, d_s) in p[hidden..end].iter_mut().zip(&mut d_s[hidden..end]) {
                     *p = exp(*p - stat);
                     *d_s = *p * (*d_s - delta);
                 }
             });
-            p[seen..].fill(0.0);
-            d_s[seen..].fill(0.0);
+            for row in [p, d_s] {
+                row[..hidden].fill(0.0);
+                row[end..].fill(0.0);
+            }
         }
         (rows, columns)
     }
@@ -293,11 +343,12 @@ impl<T: Element> Sequence<'_, T> {
     fn backward_q(&self, t: &mut Tiles<'_>, tile: usize, head: usize, d_qkv: &mut [T]) {
         let (shape, d) = (self.shape, self.shape.head_dim);
         self.load_queries(t, tile, head);
-        for keys in 0..=tile {
+        let first = self.starts.first_tile(tile);
+        for keys in first..=tile {
             self.load_keys(t, keys, head / shape.group());
             let (rows, columns) = self.scores(t, tile, keys, head);
             let d_s = Matrix::new(t.d_s, rows, columns, columns);
-            multiply(d_s, Matrix::new(t.k, columns, d, d), t.first, keys > 0);
+            multiply(d_s, Matrix::new(t.k, columns, d, d), t.first, keys > first);
         }
         let scale = shape.scale();
         t.first.iter_mut().for_each(|x| *x *= scale);
@@ -309,7 +360,8 @@ impl<T: Element> Sequence<'_, T> {
         self.load_keys(t, tile, kv);
         let mut begun = false;
         for head in kv * shape.group()..(kv + 1) * shape.group() {
-            for queries in tile..shape.tiles() {
+            // Starts never decrease: behind the first tile of queries that sees none of these keys none does.
+            for queries in (tile..shape.tiles()).take_while(|queries| self.starts.first_tile(*queries) <= tile) {
                 self.load_queries(t, queries, head);
                 let (rows, columns) = self.scores(t, queries, tile, head);
                 let d_s = Matrix::new(t.d_s, rows, columns, columns).transposed();

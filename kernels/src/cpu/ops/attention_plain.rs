@@ -1,7 +1,7 @@
 //! Causal attention that materialises the S×S scores of one head at a time: the check of the fused path, and
 //! what a machine without a fused kernel does. Heads in turn, rows of a head in parallel.
 
-use super::attention::{Shape, TILE, load};
+use super::attention::{Shape, Starts, TILE, load};
 use super::matrix::{Matrix, multiply};
 use super::{Element, exp, with_scratch};
 use rayon::prelude::*;
@@ -21,10 +21,11 @@ fn rows_of(task: usize, rows: usize) -> std::ops::Range<usize> {
     task * TILE..task * TILE + rows
 }
 
-/// `scores[i,:] = softmax(q_i·kᵀ/√D)` over the keys up to i, 0 behind; answers the rows' log-sum-exps
+/// `scores[i,:] = softmax(q_i·kᵀ/√D)` over the keys from the row's start up to i, 0 elsewhere; answers the rows' log-sum-exps
 /// through `stat`. `scores`: the `[rows, S]` of the tokens `tokens` of one sequence.
 fn softmax_rows<T: Element>(
     qkv: &[T],
+    starts: Starts<'_>,
     tokens: std::ops::Range<usize>,
     head: usize,
     scores: &mut [f32],
@@ -41,6 +42,8 @@ fn softmax_rows<T: Element>(
     });
     for (i, scores) in scores.chunks_exact_mut(sequence).enumerate() {
         let (seen, hidden) = scores.split_at_mut(start + i + 1);
+        let (before, seen) = seen.split_at_mut(starts.at(start + i));
+        before.fill(0.0);
         seen.iter_mut().for_each(|s| *s *= shape.scale());
         let max = seen.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         seen.iter_mut().for_each(|s| *s = exp(*s - max));
@@ -52,16 +55,25 @@ fn softmax_rows<T: Element>(
 }
 
 /// As [`super::attention::forward`], with [`forward_scratch`] floats of scratch.
-pub fn forward<T: Element>(qkv: &[T], out: &mut [T], stats: &mut [f32], scratch: &mut [f32], shape: Shape) {
+pub fn forward<T: Element>(
+    qkv: &[T],
+    starts: Starts<'_>,
+    out: &mut [T],
+    stats: &mut [f32],
+    scratch: &mut [f32],
+    shape: Shape,
+) {
     let (d, sequence) = (shape.head_dim, shape.sequence);
     let batches = qkv.chunks_exact(sequence * shape.packed()).zip(out.chunks_exact_mut(sequence * shape.width()));
-    for ((qkv, out), stats) in batches.zip(stats.chunks_exact_mut(sequence * shape.heads)) {
+    let batches = batches.zip(stats.chunks_exact_mut(sequence * shape.heads)).enumerate();
+    for (batch, ((qkv, out), stats)) in batches {
+        let starts = starts.of(batch, sequence);
         for (head, stats) in stats.chunks_exact_mut(sequence).enumerate() {
             let rows = out.par_chunks_mut(TILE * shape.width()).zip(stats.par_chunks_mut(TILE));
             rows.zip(scratch.par_chunks_mut(TILE * sequence)).enumerate().for_each(|(task, ((out, stats), scores))| {
                 let rows = stats.len();
                 let scores = &mut scores[..rows * sequence];
-                softmax_rows(qkv, rows_of(task, rows), head, scores, shape, |i, stat| stats[i] = stat);
+                softmax_rows(qkv, starts, rows_of(task, rows), head, scores, shape, |i, stat| stats[i] = stat);
                 with_scratch((sequence + rows) * d, |scratch| {
                     let (v, o) = scratch.split_at_mut(sequence * d);
                     let v = load(qkv, shape.packed(), 0..sequence, shape.v(head / shape.group()), d, v);
@@ -78,18 +90,27 @@ pub fn forward<T: Element>(qkv: &[T], out: &mut [T], stats: &mut [f32], scratch:
 
 /// As [`super::attention::backward`], with [`backward_scratch`] floats of scratch. Needs neither the output
 /// nor the log-sum-exps: the softmax is taken again.
-pub fn backward<T: Element>(qkv: &[T], d_out: &[T], d_qkv: &mut [T], scratch: &mut [f32], shape: Shape) {
+pub fn backward<T: Element>(
+    qkv: &[T],
+    starts: Starts<'_>,
+    d_out: &[T],
+    d_qkv: &mut [T],
+    scratch: &mut [f32],
+    shape: Shape,
+) {
     let (d, sequence) = (shape.head_dim, shape.sequence);
     let (p, rest) = scratch.split_at_mut(sequence * sequence);
     let (d_s, rest) = rest.split_at_mut(sequence * sequence);
     let (d_k, rest) = rest.split_at_mut(sequence * d);
     let d_v = &mut rest[..sequence * d];
     let batches = qkv.chunks_exact(sequence * shape.packed()).zip(d_out.chunks_exact(sequence * shape.width()));
-    for ((qkv, d_out), d_qkv) in batches.zip(d_qkv.chunks_exact_mut(sequence * shape.packed())) {
+    let batches = batches.zip(d_qkv.chunks_exact_mut(sequence * shape.packed())).enumerate();
+    for (batch, ((qkv, d_out), d_qkv)) in batches {
+        let starts = starts.of(batch, sequence);
         for kv in 0..shape.kv_heads {
             for member in 0..shape.group() {
                 let head = kv * shape.group() + member;
-                score_gradients(qkv, d_out, d_qkv, p, d_s, head, shape);
+                score_gradients(qkv, starts, d_out, d_qkv, p, d_s, head, shape);
                 let columns = d_k.par_chunks_mut(TILE * d).zip(d_v.par_chunks_mut(TILE * d));
                 let (p, d_s) = (&*p, &*d_s);
                 columns.enumerate().for_each(|(task, (d_k, d_v))| {
@@ -115,6 +136,7 @@ pub fn backward<T: Element>(qkv: &[T], d_out: &[T], d_qkv: &mut [T], scratch: &m
 /// One query head: fills `p` and `d_s` (the scale included) `[S,S]`, and the head's q columns of `d_qkv`.
 fn score_gradients<T: Element>(
     qkv: &[T],
+    starts: Starts<'_>,
     d_out: &[T],
     d_qkv: &mut [T],
     p: &mut [f32],
@@ -127,7 +149,7 @@ fn score_gradients<T: Element>(
     rows.zip(d_s.par_chunks_mut(TILE * sequence)).enumerate().for_each(|(task, ((d_qkv, p), d_s))| {
         let rows = p.len() / sequence;
         let tokens = rows_of(task, rows);
-        softmax_rows(qkv, tokens.clone(), head, p, shape, |_, _| ());
+        softmax_rows(qkv, starts, tokens.clone(), head, p, shape, |_, _| ());
         with_scratch((2 * rows + sequence) * d, |scratch| {
             let (d_o, rest) = scratch.split_at_mut(rows * d);
             let (d_q, kv) = rest.split_at_mut(rows * d);

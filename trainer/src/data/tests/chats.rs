@@ -175,7 +175,7 @@ fn packing_keeps_the_mask() {
         for (row, expected) in expected.iter().enumerate() {
             rows.row(row as u64, &mut ids, &mut labels).unwrap();
             assert_eq!((&ids, &labels), (&expected.0, &expected.1));
-            counted.push(MicroBatch { ids: &ids, labels: &labels }.counted(4));
+            counted.push(MicroBatch { ids: &ids, labels: &labels, starts: None }.counted(4));
         }
         // A row's first token is never asked for.
         assert_eq!(counted, [1, 3, 0]);

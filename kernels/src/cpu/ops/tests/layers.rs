@@ -162,12 +162,13 @@ fn check_rope<T: Rounded>() {
         table[i / 5 * 10 + 5 + i % 5] = angle.sin();
     }
     let qkv = normals::<T>(1, 2 * 37 * shape.packed());
-    for inverse in [false, true] {
+    let documents: Vec<i32> = (0..2 * 37).map(|t| t % 37 / 10 * 10).collect();
+    for (inverse, starts) in [(false, None), (true, None), (false, Some(&documents[..])), (true, Some(&documents))] {
         let (mut got, mut truth) = (qkv.clone(), wide(&qkv));
-        rope::rope(&mut got, &table, shape, inverse);
-        truth::rope(&mut truth, &wide(&table), heads, inverse);
+        rope::rope(&mut got, &table, starts, shape, inverse);
+        truth::rope(&mut truth, &wide(&table), starts, heads, inverse);
         assert_close("rotated", &got, &truth, 3);
-        rope::rope(&mut got, &table, shape, !inverse);
+        rope::rope(&mut got, &table, starts, shape, !inverse);
         // Back where it came from, but for the roundings of two rotations of numbers up to √2 larger.
         for (got, was) in wide(&got).iter().zip(wide(&qkv)) {
             assert!((got - was).abs() <= 16.0 * T::UNIT, "{got} was {was}");

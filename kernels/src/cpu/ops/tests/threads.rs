@@ -54,12 +54,14 @@ fn attend() -> Vec<Vec<u8>> {
     let (qkv, d_out) = (normals::<f32>(1, 300 * shape.packed()), normals::<f32>(2, 300 * shape.width()));
     let (mut out, mut stats) = (poison::<f32>(d_out.len()), poison::<f32>(300 * 4));
     let mut d_qkv = poison::<f32>(qkv.len());
-    attention::forward(&qkv, &mut out, &mut stats, &mut poison::<f32>(300 * 4), shape);
-    attention::backward(&qkv, &out, &stats, &d_out, &mut d_qkv, shape);
+    let starts: Vec<i32> = (0..300).map(|t| t % 150 / 70 * 70).collect();
+    let starts = attention::Starts(Some(&starts));
+    attention::forward(&qkv, starts, &mut out, &mut stats, &mut poison::<f32>(300 * 4), shape);
+    attention::backward(&qkv, starts, &out, &stats, &d_out, &mut d_qkv, shape);
     let mut all = vec![bytes(&out), bytes(&stats), bytes(&d_qkv)];
     let mut scratch = poison::<f32>(attention_plain::backward_scratch(&shape));
-    attention_plain::forward(&qkv, &mut out, &mut stats, &mut scratch, shape);
-    attention_plain::backward(&qkv, &d_out, &mut d_qkv, &mut scratch, shape);
+    attention_plain::forward(&qkv, starts, &mut out, &mut stats, &mut scratch, shape);
+    attention_plain::backward(&qkv, starts, &d_out, &mut d_qkv, &mut scratch, shape);
     all.extend([bytes(&out), bytes(&stats), bytes(&d_qkv)]);
     all
 }
