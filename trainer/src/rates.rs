@@ -68,7 +68,7 @@ impl Rates {
                 device_memory: 10e9,
                 host_to_device: 5e9,
                 device_to_host: 5e9,
-                collectives: 240e9,
+                collectives: 1e9,
                 nvme_read: 0.5e9,
                 nvme_write: 0.5e9,
                 measured_at,
