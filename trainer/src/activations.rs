@@ -34,7 +34,7 @@ impl Keep {
 }
 
 /// Bytes of logits that exist at once, where nothing else asks for more.
-pub const LOGITS_BYTES: u64 = 256 << 20;
+pub const LOGITS_BYTES: u64 = 512 << 20;
 
 /// What to lay out.
 #[derive(Clone, Debug)]
