@@ -3,12 +3,12 @@
 summary=$out/summary.txt
 say() { echo "$*" | tee -a "$summary"; }
 
-random_tokens() {
-  python3 - <<'P'
-import struct, random, array
+random_tokens() { # how many different ones; few are soon learnt
+  python3 - "${1:-32000}" <<'P'
+import struct, sys, random, array
 random.seed(1)
 n = 4_000_000
-ids = array.array('H', random.choices(range(32000), k=n))
+ids = array.array('H', random.choices(range(int(sys.argv[1])), k=n))
 with open('/tmp/random.bin', 'wb') as f:
     f.write(struct.pack('<256i', 20240520, 1, n, *([0] * 253)))
     ids.tofile(f)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two GPUs: the same losses as on one for every plugin, 7B by zero3 and gemini_cuda beside PyTorch's FSDP2, a killed
-# rank, and the article's table beside PyTorch's DDP.
+# rank, replica groups and a stopped rank, 70B, and the article's table beside PyTorch's DDP.
 # Usage: two.sh CARRIED, a folder with castor, cuda_device and peers; logs go to $OUT.
 set -u
 carried=$1 castor=$1/castor out=${OUT:-/tmp/out}
@@ -12,7 +12,7 @@ two() { # name, then flags: as train, through the launcher
   timeout "${LIMIT:-100}" "$castor" run --nproc_per_node 2 train --data /tmp/random.bin --eval_fraction 0 --max_length 2048 --lr 1e-4 \
     --logging_steps 1 --gradient_dtype bf16 --no_save_model --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
   say "$name: exit $? in $((SECONDS - began)) s · $(grep -oE 'device [0-9,.]+/[0-9,.]+ MiB · host [0-9,.]+' "$out/train_$name.txt" | tail -n 1)"
-  grep -E "error|panicked|Booster|Max CUDA|The step waited" "$out/train_$name.txt" | cut -c1-200 | tr '\n' '|' | tee -a "$summary"
+  grep -E "error|panicked|estimated|Booster|Max CUDA|The step waited" "$out/train_$name.txt" | cut -c1-200 | tr '\n' '|' | tee -a "$summary"
   python3 - "/tmp/runs/$name/train_log.jsonl" <<'P' | tee -a "$summary"
 import json, sys
 try:
@@ -67,6 +67,40 @@ if part kill; then
     --batch_size 4 --mixed_precision bf16 --max_steps 10000 --plugin zero3 --no_save_model --output_dir /tmp/runs/killed >"$out/killed.txt" 2>&1
   say "killed rank: exit $? $(python3 -c "import time; print(round(time.time() - float(open('/tmp/killed_at').read()), 1), 's after the kill')") · processes left: $(pgrep -cf runs/killed) · GPU MiB: $(sleep 1; nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | tr '\n' ' ')"
   grep -E "rank|killed|signal" "$out/killed.txt" | tail -n 4 | cut -c1-200 | tee -a "$summary"
+fi
+if part groups; then
+  untied=$(mktemp -d); sed 's/"tie_word_embeddings": true/"tie_word_embeddings": false/' configs/smollm2-135m.json >"$untied/config.json"
+  small="--backend cuda --config $untied/config.json --max_length 512 --max_steps 5 --no_shuffle --data /tmp/random.bin --eval_fraction 0 --lr 1e-4 --no_save_model --mixed_precision bf16 --batch_size 4 --gradient_accumulation_steps 4"
+  group() { # name, then flags
+    local name=$1; shift
+    timeout 60 "$castor" run --nproc_per_node 2 train $small --output_dir "/tmp/runs/group_$name" "$@" >"$out/group.log" 2>&1 || say "$name: exit $?: $(grep error "$out/group.log" | head -1 | cut -c1-200)"
+  }
+  group ddp --plugin ddp; group replicas --plugin zero3 --shard_size 1; group split --plugin zero3
+  group synced --plugin zero3 --sync_each_batch
+  group synced_host --plugin gemini_cpu --sync_each_batch --device_memory 2GiB
+  (sleep 12; pkill -STOP -f -n "output_dir /tmp/runs/stopped"; date +%s.%N >/tmp/stopped_at) &
+  timeout 60 "$castor" run --nproc_per_node 2 --timeout 5 train $small --max_steps 100000 --plugin zero3 --output_dir /tmp/runs/stopped >"$out/stopped.txt" 2>&1
+  say "stopped rank: exit $? $(python3 -c "import time; print(round(time.time() - float(open('/tmp/stopped_at').read()), 1), 's after it was stopped')") · processes left: $(pgrep -cf runs/stopped)"
+  grep -E "rank|answer" "$out/stopped.txt" | tail -n 3 | cut -c1-200 | tee -a "$summary"
+  python3 - <<'P' | tee -a "$summary"
+import json
+def steps(name): return [(x['loss'], x['grad_norm']) for x in map(json.loads, open(f'/tmp/runs/group_{name}/train_log.jsonl')) if x.get('kind') == 'step']
+off = lambda a, b: max(abs(x[0] / y[0] - 1) for x, y in zip(steps(a), steps(b)))
+for a, b in (('replicas', 'ddp'), ('split', 'ddp'), ('synced', 'split'), ('synced_host', 'synced')):
+    try: print(f'   {a} against {b}: losses {off(a, b):.1e}, equal bits {steps(a) == steps(b)}')
+    except Exception as e: print('  ', a, b, e)
+P
+fi
+if part 70b; then
+  random_tokens 256
+  LIMIT=${LONG:-480} two 70b --backend cuda --config configs/llama2-70b.json --mixed_precision bf16 --no_deterministic --optimizer_states 8bit --plugin gemini_cuda \
+    --sync_each_batch --recompute full --batch_size 1 --gradient_accumulation_steps 16 --max_steps ${STEPS_70B:-10} --warmup_steps 2 --host_memory 124GiB --nvme /tmp --nvme_capacity 30GiB
+  free -g | head -2 | tee -a "$summary"
+fi
+if part offload; then
+  article="--backend cuda --config configs/article-4block.json --mixed_precision fp16 --grad_checkpoint"
+  two article_ddp_flash $article --plugin ddp --batch_size 16 --gradient_accumulation_steps 8 --max_steps 3
+  two article_zero3_offload $article --plugin zero3_offload --batch_size 12 --gradient_accumulation_steps 8 --max_steps 4
 fi
 if part article; then
   article="--backend cuda --config configs/article-4block.json --mixed_precision fp16 --grad_checkpoint"
