@@ -8,7 +8,7 @@ carried=$1 castor=$1/castor out=${OUT:-/tmp/out}
 random_tokens
 part() { [[ " ${PARTS:-bits hidden small free 13b 30b} " == *" $1 "* ]]; }
 timeout 60 "$castor" doctor --bench --nvme /tmp 2>&1 | grep -E "FLOP|B/s" | cut -c1-60 | tee -a "$summary"
-if part article; then LIMIT=60 train article_free --backend cuda --config configs/article-4block.json --mixed_precision fp16 --batch_size 8 --max_steps 30 --no_deterministic; fi
+if part article; then GRADIENTS=fp16 LIMIT=60 train article_free --backend cuda --config configs/article-4block.json --mixed_precision fp16 --batch_size 8 --max_steps 30 --no_deterministic; fi
 seven="--backend cuda --config configs/llama2-7b.json --mixed_precision bf16"
 if part free; then LIMIT=60 train 7b_64k_free $seven --batch_size 8 --gradient_accumulation_steps 4 --max_steps 4 --no_deterministic; fi
 if part bits; then

@@ -18,7 +18,7 @@ P
 train() { # name, then flags
   local name=$1 began=$SECONDS; shift
   timeout "${LIMIT:-150}" "$castor" train --data /tmp/random.bin --eval_fraction 0 --max_length 2048 --lr 1e-4 \
-    --logging_steps 1 --gradient_dtype bf16 --no_save_model --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
+    --logging_steps 1 --gradient_dtype "${GRADIENTS:-bf16}" --no_save_model --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
   local code=$?
   say "$name: exit $code in $((SECONDS - began)) s · $(grep -E '^step' "$out/train_$name.txt" | tail -n 1 | cut -c1-190)"
   grep -E "error|panicked|estimated|host to device  |device to host  |The step waited|^  device |^  host " "$out/train_$name.txt" | cut -c1-330 | tee -a "$summary"

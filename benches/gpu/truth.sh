@@ -49,8 +49,8 @@ tail -n 3 "$out"/text_*.log >"$out/text_tails.txt"; rm -f "$out"/text_*.log
 
 say "== rates kept"; timeout 60 "$castor" doctor --bench 2>&1 | grep -E "FLOP|B/s" | tee -a "$summary"
 one="--backend cuda --batch_size 8 --warmup_steps_memory 4"
-LIMIT=60 train article_fp16 $one --config configs/article-4block.json --mixed_precision fp16 --max_steps 30
-LIMIT=60 train article_fp16_free $one --config configs/article-4block.json --mixed_precision fp16 --max_steps 30 --no_deterministic
+GRADIENTS=fp16 LIMIT=60 train article_fp16 $one --config configs/article-4block.json --mixed_precision fp16 --max_steps 30
+GRADIENTS=fp16 LIMIT=60 train article_fp16_free $one --config configs/article-4block.json --mixed_precision fp16 --max_steps 30 --no_deterministic
 LIMIT=60 train 1b3_free $one --config configs/castor-1.3b.json --mixed_precision bf16 --max_steps 20 --no_deterministic
 (while sleep 0.3; do nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits; done >/tmp/used.txt) & poll=$!
 LIMIT=90 train 7b_free $one --config configs/llama2-7b.json --mixed_precision bf16 --max_steps 10 --no_deterministic

@@ -10,7 +10,7 @@ random_tokens
 two() { # name, then flags: as train, through the launcher
   local name=$1 began=$SECONDS; shift
   timeout "${LIMIT:-100}" "$castor" run --nproc_per_node 2 train --data /tmp/random.bin --eval_fraction 0 --max_length 2048 --lr 1e-4 \
-    --logging_steps 1 --gradient_dtype bf16 --no_save_model --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
+    --logging_steps 1 --gradient_dtype "${GRADIENTS:-bf16}" --no_save_model --output_dir "/tmp/runs/$name" "$@" >"$out/train_$name.txt" 2>&1
   say "$name: exit $? in $((SECONDS - began)) s · $(grep -oE 'device [0-9,.]+/[0-9,.]+ MiB · host [0-9,.]+' "$out/train_$name.txt" | tail -n 1)"
   grep -E "error|panicked|estimated|Booster|Max CUDA|The step waited" "$out/train_$name.txt" | cut -c1-200 | tr '\n' '|' | tee -a "$summary"
   python3 - "/tmp/runs/$name/train_log.jsonl" <<'P' | tee -a "$summary"
@@ -99,19 +99,19 @@ if part 70b; then
 fi
 if part offload; then
   article="--backend cuda --config configs/article-4block.json --mixed_precision fp16 --grad_checkpoint"
-  two article_ddp_flash $article --plugin ddp --batch_size 16 --gradient_accumulation_steps 8 --max_steps 3
-  two article_zero3_offload $article --plugin zero3_offload --batch_size 12 --gradient_accumulation_steps 8 --max_steps 4
+  GRADIENTS=fp16 two article_ddp_flash $article --plugin ddp --batch_size 16 --gradient_accumulation_steps 8 --max_steps 3
+  GRADIENTS=fp16 two article_zero3_offload $article --plugin zero3_offload --batch_size 12 --gradient_accumulation_steps 8 --max_steps 4
 fi
 if part article; then
   article="--backend cuda --config configs/article-4block.json --mixed_precision fp16 --grad_checkpoint"
-  two article_ddp_flash $article --plugin ddp --batch_size 16 --gradient_accumulation_steps 8 --max_steps 3
-  two article_ddp_plain $article --plugin ddp --no_flash_attention --batch_size 8 --gradient_accumulation_steps 8 --max_steps 3
-  two article_zero2 $article --plugin zero2 --batch_size 12 --gradient_accumulation_steps 32 --max_steps 2
-  two article_zero3 $article --plugin zero3 --batch_size 12 --gradient_accumulation_steps 8 --max_steps 3
-  two article_zero3_offload $article --plugin zero3_offload --batch_size 12 --gradient_accumulation_steps 8 --max_steps 3
-  two article_fsdp $article --fsdp "full_shard auto_wrap" --batch_size 2 --gradient_accumulation_steps 8 --max_steps 6
-  two article_gemini $article --plugin gemini_cuda --batch_size 28 --max_steps 6
-  two article_gemini_plain $article --plugin gemini_cuda --no_flash_attention --batch_size 28 --max_steps 4
+  GRADIENTS=fp16 two article_ddp_flash $article --plugin ddp --batch_size 16 --gradient_accumulation_steps 8 --max_steps 3
+  GRADIENTS=fp16 two article_ddp_plain $article --plugin ddp --no_flash_attention --batch_size 8 --gradient_accumulation_steps 8 --max_steps 3
+  GRADIENTS=fp16 two article_zero2 $article --plugin zero2 --batch_size 12 --gradient_accumulation_steps 32 --max_steps 2
+  GRADIENTS=fp16 two article_zero3 $article --plugin zero3 --batch_size 12 --gradient_accumulation_steps 8 --max_steps 3
+  GRADIENTS=fp16 two article_zero3_offload $article --plugin zero3_offload --batch_size 12 --gradient_accumulation_steps 8 --max_steps 3
+  GRADIENTS=fp16 two article_fsdp $article --fsdp "full_shard auto_wrap" --batch_size 2 --gradient_accumulation_steps 8 --max_steps 6
+  GRADIENTS=fp16 two article_gemini $article --plugin gemini_cuda --batch_size 28 --max_steps 6
+  GRADIENTS=fp16 two article_gemini_plain $article --plugin gemini_cuda --no_flash_attention --batch_size 28 --max_steps 4
   peer=$carried/peers/baseline_torch.py
   for attention in math; do
     OMP_NUM_THREADS=16 timeout 70 python3 -m torch.distributed.run --standalone --nproc-per-node 2 $peer --size 7b --layers 4 --dtype fp16 --batch 8 --accum 2 \

@@ -216,7 +216,7 @@ pub fn options(
         Precision::Fp16 => DType::F16,
         Precision::Bf16 => DType::Bf16,
     };
-    let gradient = if precision.bf16_gradients { parameter } else { DType::F32 };
+    let gradient = if precision.narrow_gradients { parameter } else { DType::F32 };
     let moments = match precision.states {
         StateFormat::Fp32 => DType::F32,
         StateFormat::Bf16 => DType::Bf16,

@@ -159,8 +159,8 @@ pub struct PrecisionSettings {
     pub compute: Precision,
     /// Of the moments.
     pub states: StateFormat,
-    /// Whether gradients accumulate in bf16 (else fp32).
-    pub bf16_gradients: bool,
+    /// Whether gradients accumulate in the 16-bit compute type (else fp32).
+    pub narrow_gradients: bool,
     /// Of the loss, used with fp16.
     pub loss_scale: LossScale,
 }

@@ -180,9 +180,11 @@ impl Translation<'_> {
         let types = top.section("data_types", keys::DATA_TYPES, &mut self.unneeded)?;
         match types.as_ref().map(|types| types.word("grad_accum_dtype")).transpose()?.flatten() {
             None => Ok(()),
-            Some(dtype @ ("fp32" | "bf16")) => self.set("gradient_dtype", dtype, "data_types.grad_accum_dtype"),
+            Some(dtype @ ("fp32" | "bf16" | "fp16")) => {
+                self.set("gradient_dtype", dtype, "data_types.grad_accum_dtype")
+            }
             Some(other) => {
-                Err(format!("data_types.grad_accum_dtype is \"{other}\"; \"fp32\" or \"bf16\" was expected"))
+                Err(format!("data_types.grad_accum_dtype is \"{other}\"; \"fp32\", \"bf16\" or \"fp16\" was expected"))
             }
         }
     }

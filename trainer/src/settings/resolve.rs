@@ -183,13 +183,14 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
         "mixed_precision",
         &[("no", Precision::Fp32), ("fp16", Precision::Fp16), ("bf16", Precision::Bf16), ("fp32", Precision::Fp32)],
     )?;
-    let bf16_gradients = raw.choice("gradient_dtype", &[("fp32", false), ("bf16", true)])?;
-    if bf16_gradients && compute != Precision::Bf16 {
+    let gradient = raw
+        .choice("gradient_dtype", &[("fp32", Precision::Fp32), ("bf16", Precision::Bf16), ("fp16", Precision::Fp16)])?;
+    if ![Precision::Fp32, compute].contains(&gradient) {
+        let (name, computed) = (raw.values("gradient_dtype").concat(), raw.values("mixed_precision").concat());
         return Err(raw.refuse(
             "gradient_dtype",
             &format!(
-                "gradients accumulate in bf16 only with --mixed_precision bf16, and that is {}; use fp32",
-                raw.values("mixed_precision").concat()
+                "gradients accumulate in {name} only with --mixed_precision {name}, and that is {computed}; use fp32"
             ),
         ));
     }
@@ -199,7 +200,7 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
             "optimizer_states",
             &[("fp32", StateFormat::Fp32), ("bf16", StateFormat::Bf16), ("8bit", StateFormat::Int8)],
         )?,
-        bf16_gradients,
+        narrow_gradients: gradient != Precision::Fp32,
         loss_scale,
     })
 }

@@ -99,7 +99,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(OPTIMIZER, "lr_convention", None, &[], Value, "hf", "Warm-up: hf, colossalai, deepspeed_log or deepspeed_linear"),
     flag(OPTIMIZER, "min_lr_ratio", None, &[], Value, "", "Where cosine ends, as a share of --lr (hf 0, colossalai 0.1)"),
     flag(OPTIMIZER, "optimizer_states", None, &[], Value, "fp32", "Moments: fp32, bf16 or 8bit"),
-    flag(OPTIMIZER, "gradient_dtype", None, &["grad_dtype"], Value, "fp32", "Accumulated gradients: fp32 or bf16"),
+    flag(OPTIMIZER, "gradient_dtype", None, &["grad_dtype"], Value, "fp32", "Accumulated gradients: fp32, or the compute type bf16 or fp16"),
 
     flag(PRECISION, "mixed_precision", Some('x'), &[], Value, "no", "no, fp16 or bf16"),
     flag(PRECISION, "loss_scale", None, &[], Value, "0", "Fixed loss scale; 0: dynamic (fp16 only)"),

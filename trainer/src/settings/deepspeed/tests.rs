@@ -207,7 +207,7 @@ fn precision_and_scale() {
     assert!(
         with("\"data_types\": {\"grad_accum_dtype\": \"bf16\"}, \"bf16\": {\"enabled\": true}")
             .precision
-            .bf16_gradients
+            .narrow_gradients
     );
     refused_beside_batch("\"fp16\": true", &["fp16 is true", "object"]);
     refused_beside_batch("\"fp16\": {\"enabled\": true, \"loss_scale_window\": 0}", &["loss_scale_window is 0"]);
