@@ -73,6 +73,7 @@ fn options() -> Options {
         loss_scale: None,
         seed: 1,
         evaluates: false,
+        snapshots: false,
         config,
     }
 }

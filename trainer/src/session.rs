@@ -18,17 +18,18 @@ use crate::plugin::Placement;
 use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
 use crate::settings::{
-    BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, ShardSize, StateFormat,
+    AsyncSave, BackendKind, Every, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings,
+    ShardSize, StateFormat,
 };
 use crate::source::TensorSource;
 use crate::weights::{self, RandomWeights};
 use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_kernels::link::{Link, LinkOptions};
-use castor_kernels::{Backend, DType};
+use castor_kernels::{Backend, DType, Tier};
 use castor_runtime::layout::Sharding;
-use castor_runtime::limits;
 use castor_runtime::plan::{Budgets, Plan};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
+use castor_runtime::{Bytes, limits};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -274,6 +275,7 @@ pub fn options(
         }),
         seed: settings.seed,
         evaluates: false,
+        snapshots: false,
         config,
     }
 }
@@ -319,6 +321,42 @@ pub fn plan(
         }
     }
     best.ok_or_else(|| refusal.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())))
+}
+
+/// As [`plan`], for a run that saves as `settings` say: with snapshots if `--async_save` asks for them, or leaves it open
+/// and the host has room for them beside the plan. Also what to tell the user.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_saving(
+    settings: &Settings,
+    options: Options,
+    hardware: &Hardware,
+    world: u32,
+) -> Result<(Blueprint, Plan, Estimate, Option<String>)> {
+    let wanted = if settings.output.save == Every::Never { AsyncSave::Off } else { settings.output.async_save };
+    let options = Options { snapshots: wanted == AsyncSave::On, ..options };
+    let (blueprint, plan, estimate) = plan(settings, options, hardware, world)?;
+    if wanted != AsyncSave::Auto {
+        return Ok((blueprint, plan, estimate, None));
+    }
+    let backend = &*hardware.backend;
+    let with = Blueprint::for_world(Options { snapshots: true, ..blueprint.options().clone() }, backend, world);
+    // Nothing of the run's own may give way to it.
+    match with.plan(backend, &*policy(settings), hardware.budgets.clone(), settings.memory.prefetch) {
+        Ok(beside) if beside.placement == plan.placement => Ok((with, beside, estimate, None)),
+        Ok(_) | Err(castor_runtime::error::Error::OutOfRoom { .. }) => {
+            let left = hardware.budgets.host.saturating_sub(plan.peak(Tier::Host));
+            let said = format!(
+                "a save will hold the run until it is on disk: a snapshot takes {} of host memory and {} are left beside \
+                 the plan; --async_save on makes room for it",
+                Bytes(with.fixed().snapshot),
+                Bytes(left)
+            );
+            Ok((blueprint, plan, estimate, Some(said)))
+        }
+        Err(other) => Err(other.into()),
+    }
 }
 
 /// Numbers of micro-batches that may go through the model together: all of a step's, or fewer, which take less

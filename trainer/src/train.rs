@@ -1,6 +1,6 @@
 //! `castor train`: the loop over steps, and what it says and writes.
 
-use crate::checkpoint::{self, Facts, Saver};
+use crate::checkpoint::{self, Facts, Saved, Saver};
 use crate::config::ModelConfig;
 use crate::data::{self, PackedRows, Sampler, held_out};
 use crate::engine::{Engine, Outcome, StepInputs, StepResult};
@@ -68,7 +68,8 @@ pub fn main(settings: &Settings) -> Result<()> {
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = evaluation.is_some();
     options.shards = session::shards(settings, world.world, world.local_world)?;
-    let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world.world)?;
+    let (blueprint, plan, estimate, said) = session::plan_saving(settings, options, &hardware, world.world)?;
+    notices.extend(said);
     if speaks {
         let rates = hardware.rates.origin(settings.memory.nvme.is_some());
         notices.push(format!("estimated {estimate}; rates {rates}"));
@@ -78,7 +79,8 @@ pub fn main(settings: &Settings) -> Result<()> {
         blueprint.options(),
         checkpoint::Data { rows: training.end, rows_per_step: sampler.rows_per_step(), order: settings.order },
     );
-    let cadence = (steps, &settings.output.save, &settings.output.eval, settings.output.save_model);
+    let output = &settings.output;
+    let cadence = (steps, &output.save, output.async_save, &output.eval, output.save_model);
     agreement::same(
         &*hardware.backend,
         &[
@@ -94,6 +96,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         None => notices.extend(session::load(settings, &mut engine)?),
     }
     let begun = from.map(|checkpoint| checkpoint.progress().step);
+    let saver = Saver::new(&settings.output, facts, begun, &mut engine)?;
     let stop = Arc::new(AtomicBool::new(false));
     let signal = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     for kind in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
@@ -118,7 +121,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         sampler,
         steps,
         engine,
-        saver: Saver::new(&settings.output, facts, begun),
+        saver,
         begun: begun.unwrap_or(0),
         stop,
         speaks,
@@ -139,7 +142,9 @@ pub fn main(settings: &Settings) -> Result<()> {
     match outcome {
         // A failure in the middle of the step leaves the figures of what was reached (known faults E).
         Err(error) => {
+            let said = run.saver.rescue(&mut run.engine);
             if speaks {
+                said.iter().for_each(|line| eprintln!("castor: {line}"));
                 let peak = run.engine.manager().ledger().total(Tier::Device);
                 eprintln!(
                     "castor: the run ended after step {}; {}",
@@ -191,6 +196,16 @@ struct Run<'a> {
     skipped: u64,
     tokens: u64,
     samples: u64,
+}
+
+/// See [`Run::agree`].
+struct Agreed {
+    /// Tokens that count over all ranks.
+    tokens: u64,
+    /// Whether any rank was told to stop.
+    stop: bool,
+    /// Whether a save is in flight and every rank is ready for its next stage.
+    saved: bool,
 }
 
 impl Run<'_> {
@@ -249,12 +264,16 @@ impl Run<'_> {
         let mut open: Option<StepRecord> = None;
         for step in self.begun..self.steps {
             batch.fill(self.rows, &self.sampler.step(step))?;
-            let (tokens, stop) = self.agree(batch.counted())?;
+            let Agreed { tokens, stop, saved } = self.agree(batch.counted())?;
+            if saved {
+                let saved = self.saver.advance(&mut self.engine)?;
+                self.note(&saved)?;
+            }
             if stop {
                 let last = self.engine.finish()?;
                 self.close(open, last)?;
-                let said = self.saver.save_interrupted(&mut self.engine)?;
-                self.say(&said);
+                let saved = self.saver.save_interrupted(&mut self.engine)?;
+                self.note(&saved)?;
                 return Ok(false);
             }
             let micros: Vec<MicroBatch> = batch.micros().collect();
@@ -287,8 +306,8 @@ impl Run<'_> {
                 let last = self.engine.finish()?;
                 let closing = open.take();
                 self.close(closing, last)?;
-                let said = self.saver.save(&mut self.engine)?;
-                self.say(&said);
+                let saved = self.saver.save(&mut self.engine)?;
+                self.note(&saved)?;
                 began = Instant::now();
             }
             if self.settings.output.eval.is_due(step + 1, self.steps) && self.evaluation.is_some() {
@@ -304,36 +323,45 @@ impl Run<'_> {
         if self.evaluated.is_none_or(|(step, _)| step != self.steps) {
             self.evaluate()?;
         }
+        let saved = self.saver.settle(&mut self.engine)?;
+        self.note(&saved)?;
         Ok(true)
     }
 
-    fn say(&mut self, lines: &[String]) {
-        if self.speaks {
-            lines.iter().for_each(|line| self.progress.say(line));
+    /// Says and logs what came of saving.
+    fn note(&mut self, saved: &Saved) -> Result<()> {
+        if let Some(log) = &mut self.log {
+            saved.records.iter().try_for_each(|record| log.save(record))?;
         }
+        if self.speaks {
+            saved.notices.iter().for_each(|line| self.progress.say(line));
+        }
+        Ok(())
     }
 
     fn live(&mut self, tier: Tier) -> u64 {
         self.engine.manager().ledger().total(tier)
     }
 
-    /// Tokens that count over all ranks, and whether any rank was told to stop.
-    fn agree(&mut self, counted: u64) -> Result<(u64, bool)> {
-        let stop = self.stop.load(Ordering::Relaxed);
+    /// What all ranks must know alike before a step in which `counted` tokens of this one count.
+    fn agree(&mut self, counted: u64) -> Result<Agreed> {
+        let own = Agreed { tokens: counted, stop: self.stop.load(Ordering::Relaxed), saved: self.saver.is_ready() };
         if self.world.world == 1 {
-            return Ok((counted, stop));
+            return Ok(own);
         }
         let mut message = counted.to_le_bytes().to_vec();
-        message.push(u8::from(stop));
+        message.extend([u8::from(own.stop), u8::from(own.saved)]);
         let answers = self.engine.manager().backend().exchange(&message)?;
-        let mut total = (0, false);
+        let mut all = Agreed { tokens: 0, stop: false, saved: true };
         for (rank, answer) in answers.iter().enumerate() {
-            let Some((count, [stop])) = answer.split_first_chunk::<8>() else {
+            let Some((count, [stop, saved])) = answer.split_first_chunk::<8>() else {
                 return Err(Error::Failed(format!("rank {rank} runs another version of castor")));
             };
-            total = (total.0 + u64::from_le_bytes(*count), total.1 || *stop != 0);
+            all.tokens += u64::from_le_bytes(*count);
+            all.stop |= *stop != 0;
+            all.saved &= *saved != 0;
         }
-        Ok(total)
+        Ok(all)
     }
 
     /// A step's result has come: the record is complete.

@@ -146,6 +146,7 @@ impl StatefulTensorMgr {
             fixed.push((Tier::Host, *category, carve(Tier::Host, *category, *bytes)));
         }
         let workspace = carve(Tier::Device, Category::Workspace, backend.workspace_bytes());
+        ledger.reserve(Tier::Host, Category::Snapshot, placed_bytes(Tier::Host, plan.fixed.snapshot));
         for tier in Tier::ALL {
             backend.reserve(tier, ends[tier.index()], plan.budgets.nvme_folder.as_deref())?;
         }

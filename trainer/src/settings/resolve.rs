@@ -6,9 +6,9 @@ use std::time::Duration;
 use super::raw::Raw;
 use super::values::{boolean, size};
 use super::{
-    BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings, OptimizerKind,
-    OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind, ScheduleSettings,
-    Settings, ShardSize, StateFormat, Warmup,
+    AsyncSave, BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings,
+    OptimizerKind, OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind,
+    ScheduleSettings, Settings, ShardSize, StateFormat, Warmup,
 };
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
@@ -273,6 +273,10 @@ fn output(raw: &Raw) -> Result<OutputSettings> {
     Ok(OutputSettings {
         dir: raw.values("output_dir").concat().into(),
         save: every("save_steps")?,
+        async_save: raw.parse("async_save", "auto, on or off", |text| match (text, boolean(text)) {
+            ("auto", _) => Some(AsyncSave::Auto),
+            (_, on) => on.map(|on| if on { AsyncSave::On } else { AsyncSave::Off }),
+        })?,
         save_total_limit: raw.optional("save_total_limit", "a whole number of at least 1", |text| {
             text.parse().ok().filter(|limit| *limit > 0)
         })?,

@@ -128,6 +128,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(OUTPUT, "output_dir", Some('o'), &["save_dir"], Value, "runs/castor", "Folder of checkpoints, log and report"),
     flag(OUTPUT, "save_steps", Some('i'), &["save_interval"], Value, "0", "Updates between checkpoints, or epoch; below 1 a share of the run; 0: none"),
     flag(OUTPUT, "save_strategy", None, &[], Value, "", "no, steps (500 unless --save_steps says) or epoch"),
+    flag(OUTPUT, "async_save", None, &["async_save_checkpoint", "use_async_save"], OrJust("on"), "auto", "Write checkpoints while the run goes on: on makes room for a snapshot in host memory, auto takes what is left, off holds the run"),
     flag(OUTPUT, "save_total_limit", None, &[], Value, "", "Checkpoints kept"),
     flag(OUTPUT, "save_model", None, &[], Switch, "true", "Write the final weights as a Hugging Face folder, model in --output_dir"),
     flag(OUTPUT, "resume", Some('f'), &["resume_from_checkpoint", "load"], OrJust("latest"), "no", "Continue from a checkpoint's folder, or latest"),
