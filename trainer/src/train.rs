@@ -23,7 +23,7 @@ use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Trains as `settings` say, as the rank that the environment names.
@@ -97,18 +97,14 @@ pub fn main(settings: &Settings) -> Result<()> {
     }
     let begun = from.map(|checkpoint| checkpoint.progress().step);
     let saver = Saver::new(&settings.output, facts, begun, &mut engine)?;
-    let stop = Arc::new(AtomicBool::new(false));
-    let signal = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let signal = Arc::new(AtomicUsize::new(0));
     for kind in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
         // `nohup` and schedulers that warn beforehand (USR1) mean what they say.
         if kind == SIGHUP && launcher::is_ignored(kind) {
             continue;
         }
-        let register = || {
-            signal_hook::flag::register(kind, Arc::clone(&stop))?;
-            signal_hook::flag::register_usize(kind, Arc::clone(&signal), kind as usize)
-        };
-        register().map_err(|error| Error::Failed(format!("signal {kind} cannot be watched: {error}")))?;
+        signal_hook::flag::register_usize(kind, Arc::clone(&signal), kind as usize)
+            .map_err(|error| Error::Failed(format!("signal {kind} cannot be watched: {error}")))?;
     }
     let mut run = Run {
         settings,
@@ -123,7 +119,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         engine,
         saver,
         begun: begun.unwrap_or(0),
-        stop,
+        signal,
         speaks,
         progress: Progress::quiet(steps),
         log: None,
@@ -154,18 +150,18 @@ pub fn main(settings: &Settings) -> Result<()> {
             }
             Err(error)
         }
-        Ok(finished) => {
+        Ok(interrupted) => {
             run.conclude(seconds)?;
-            if finished && settings.output.save_model {
+            if interrupted.is_none() && settings.output.save_model {
                 let folder = run.saver.save_model(&settings.tokenizer, &mut run.engine)?;
                 if speaks {
                     println!("The model: {}", folder.display());
                 }
             }
-            match signal.load(Ordering::Relaxed) {
-                0 if finished => Ok(()),
-                0 => Err(Error::Interrupted(SIGTERM)),
-                signal => Err(Error::Interrupted(signal as i32)),
+            // One that comes after the last step asks for what is happening anyway, and is heard by this rank alone.
+            match interrupted.or(run.signalled()) {
+                None => Ok(()),
+                Some(signal) => Err(Error::Interrupted(signal)),
             }
         }
     }
@@ -187,7 +183,8 @@ struct Run<'a> {
     saver: Saver,
     /// Steps that earlier sessions made.
     begun: u64,
-    stop: Arc<AtomicBool>,
+    /// The signal that asks this rank to end; 0: none.
+    signal: Arc<AtomicUsize>,
     speaks: bool,
     progress: Progress,
     log: Option<RunLog>,
@@ -202,8 +199,8 @@ struct Run<'a> {
 struct Agreed {
     /// Tokens that count over all ranks.
     tokens: u64,
-    /// Whether any rank was told to stop.
-    stop: bool,
+    /// The signal by which a rank was told to stop, the lowest rank's: all end with it.
+    signal: Option<i32>,
     /// Whether a save is in flight and every rank is ready for its next stage.
     saved: bool,
 }
@@ -257,24 +254,24 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// All steps. Returns false if a signal ended them early.
-    fn train(&mut self) -> Result<bool> {
+    /// All steps, or those until a signal ended them early: that signal.
+    fn train(&mut self) -> Result<Option<i32>> {
         let mut batch = StepRows::new(self.settings.max_length);
         let mut began = Instant::now();
         let mut open: Option<StepRecord> = None;
         for step in self.begun..self.steps {
             batch.fill(self.rows, &self.sampler.step(step))?;
-            let Agreed { tokens, stop, saved } = self.agree(batch.counted())?;
+            let Agreed { tokens, signal, saved } = self.agree(batch.counted())?;
             if saved {
                 let saved = self.saver.advance(&mut self.engine)?;
                 self.note(&saved)?;
             }
-            if stop {
+            if signal.is_some() {
                 let last = self.engine.finish()?;
                 self.close(open, last)?;
                 let saved = self.saver.save_interrupted(&mut self.engine)?;
                 self.note(&saved)?;
-                return Ok(false);
+                return Ok(signal);
             }
             let micros: Vec<MicroBatch> = batch.micros().collect();
             let result = self.engine.step(&StepInputs { micros: &micros, tokens })?;
@@ -325,7 +322,7 @@ impl Run<'_> {
         }
         let saved = self.saver.settle(&mut self.engine)?;
         self.note(&saved)?;
-        Ok(true)
+        Ok(None)
     }
 
     /// Says and logs what came of saving.
@@ -343,22 +340,29 @@ impl Run<'_> {
         self.engine.manager().ledger().total(tier)
     }
 
+    /// The signal that this rank has had.
+    fn signalled(&self) -> Option<i32> {
+        let signal = self.signal.load(Ordering::Relaxed) as i32;
+        (signal != 0).then_some(signal)
+    }
+
     /// What all ranks must know alike before a step in which `counted` tokens of this one count.
     fn agree(&mut self, counted: u64) -> Result<Agreed> {
-        let own = Agreed { tokens: counted, stop: self.stop.load(Ordering::Relaxed), saved: self.saver.is_ready() };
+        let own = Agreed { tokens: counted, signal: self.signalled(), saved: self.saver.is_ready() };
         if self.world.world == 1 {
             return Ok(own);
         }
         let mut message = counted.to_le_bytes().to_vec();
-        message.extend([u8::from(own.stop), u8::from(own.saved)]);
+        // Signals are numbered below 65.
+        message.extend([own.signal.unwrap_or(0) as u8, u8::from(own.saved)]);
         let answers = self.engine.manager().backend().exchange(&message)?;
-        let mut all = Agreed { tokens: 0, stop: false, saved: true };
+        let mut all = Agreed { tokens: 0, signal: None, saved: true };
         for (rank, answer) in answers.iter().enumerate() {
-            let Some((count, [stop, saved])) = answer.split_first_chunk::<8>() else {
+            let Some((count, [signal, saved])) = answer.split_first_chunk::<8>() else {
                 return Err(Error::Failed(format!("rank {rank} runs another version of castor")));
             };
             all.tokens += u64::from_le_bytes(*count);
-            all.stop |= *stop != 0;
+            all.signal = all.signal.or((*signal != 0).then_some(i32::from(*signal)));
             all.saved &= *saved != 0;
         }
         Ok(all)

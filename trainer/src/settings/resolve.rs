@@ -77,6 +77,7 @@ fn tokenizer(raw: &Raw) -> String {
 fn data(raw: &Raw) -> Result<DataSpec> {
     Ok(DataSpec {
         inputs: raw.values("data"),
+        flag: "--data",
         text_field: raw.values("text_field").concat(),
         on_bad_record: raw.choice("on_bad_record", &[("stop", OnBadRecord::Stop), ("skip", OnBadRecord::Skip)])?,
         token_format: match raw.values("token_format").is_empty() {
@@ -251,12 +252,23 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
                 ("selective", Recompute::Selective),
             ],
         )?,
-        flash_attention: switch(raw, "flash_attention")?,
+        flash_attention: flash_attention(raw)?,
         prefetch: raw.parse("prefetch", "auto or a size", |text| match text {
             "auto" => Some(None),
             text => size(text).map(Some),
         })?,
         warmup_steps: count(raw, "warmup_steps_memory", 1)?,
+    })
+}
+
+/// Hugging Face's and LLaMA-Factory's names of implementations say whether S×S is written.
+fn flash_attention(raw: &Raw) -> Result<bool> {
+    raw.parse("flash_attention", "true or false, or eager, sdpa or flash_attention_2,", |text| {
+        match text.to_ascii_lowercase().as_str() {
+            "sdpa" | "flash_attention_2" | "flash_attention_3" | "fa2" | "fa3" | "auto" => Some(true),
+            "eager" | "disabled" => Some(false),
+            other => boolean(other),
+        }
     })
 }
 

@@ -118,7 +118,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(MEMORY, "offload_param_frac", None, &[], Value, "0", "Plugin gemini: share of parameters on the host"),
     flag(MEMORY, "offload_optim_frac", None, &[], Value, "0", "Plugin gemini: share of optimizer states on the host"),
     flag(MEMORY, "recompute", None, &[], Value, "auto", "Activations: auto, none, full or selective"),
-    flag(MEMORY, "flash_attention", Some('a'), &["flash_attn"], Switch, "true", "Attention without the S×S matrix"),
+    flag(MEMORY, "flash_attention", Some('a'), &["flash_attn", "attn_implementation"], Switch, "true", "Attention without the S×S matrix; sdpa and flash_attention_2 mean true, eager false"),
     flag(MEMORY, "prefetch", None, &[], Value, "auto", "Bytes fetched ahead, or auto"),
     flag(MEMORY, "warmup_steps_memory", None, &[], Value, "1", "Updates that the memory collector records"),
     flag(MEMORY, "fsdp", None, &[], List, "", "Hugging Face's words, e.g. \"full_shard auto_wrap\", in place of --plugin"),
