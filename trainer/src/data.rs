@@ -7,7 +7,9 @@
 //!
 //! [`Rows`]: crate::source::Rows
 
+mod bpe;
 mod chat;
+mod cuts;
 mod document;
 mod files;
 mod format;
