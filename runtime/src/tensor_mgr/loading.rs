@@ -45,8 +45,8 @@ impl StatefulTensorMgr {
         while first < begin + count {
             let piece = PIECE.min(begin + count - first);
             let values = &mut values[..piece as usize];
-            values.fill(0.0);
             let known = used.saturating_sub(first).min(piece);
+            values[known as usize..].fill(0.0);
             if known > 0 {
                 fill(first, &mut values[..known as usize])?;
             }
@@ -292,20 +292,26 @@ impl StatefulTensorMgr {
 
 /// `values` as bytes of `dtype`, in `buffer` where they must be converted.
 fn encode<'a>(values: &'a [f32], dtype: DType, buffer: &'a mut Vec<u8>) -> &'a [u8] {
-    let convert: fn(f32) -> u16 = match dtype {
-        DType::F32 => return bytemuck::cast_slice(values),
-        DType::Bf16 => numeric::round_bf16,
-        DType::F16 => numeric::round_f16,
-        DType::Rem16 => |value| numeric::split(value).1 as u16,
-        DType::F64 | DType::I32 | DType::Q8 => unreachable!("weights are not kept as {dtype:?}"),
-    };
+    if dtype == DType::F32 {
+        return bytemuck::cast_slice(values);
+    }
     buffer.resize(2 * values.len(), 0);
-    buffer.par_chunks_mut(2 * SLICE).zip(values.par_chunks(SLICE)).for_each(|(out, values)| {
-        for (out, value) in out.chunks_exact_mut(2).zip(values) {
-            out.copy_from_slice(&convert(*value).to_le_bytes());
+    match dtype {
+        DType::Bf16 => narrow(values, buffer, numeric::round_bf16),
+        DType::F16 => narrow(values, buffer, numeric::round_f16),
+        DType::Rem16 => narrow(values, buffer, |value| numeric::split(value).1 as u16),
+        DType::F32 | DType::F64 | DType::I32 | DType::Q8 => unreachable!("weights are not kept as {dtype:?}"),
+    }
+    buffer
+}
+
+/// Each type has a loop of its own, which the compiler can make wide.
+fn narrow(values: &[f32], out: &mut [u8], convert: impl Fn(f32) -> u16 + Sync) {
+    out.par_chunks_mut(2 * SLICE).zip(values.par_chunks(SLICE)).for_each(|(out, values)| {
+        for (out, value) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
+            *out = convert(*value).to_le_bytes();
         }
     });
-    buffer
 }
 
 fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {
