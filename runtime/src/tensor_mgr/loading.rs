@@ -10,8 +10,9 @@ use castor_kernels::{DType, Span, Stream, Tier, numeric};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Elements handled at once: bounds the host memory that loading takes.
-const PIECE: u64 = 1 << 22;
+/// Elements handled at once: bounds the host memory that loading takes, and stays in the caches of a CPU from its
+/// reading to its writing.
+const PIECE: u64 = 1 << 20;
 /// Elements that one thread converts at a time.
 const SLICE: usize = 1 << 14;
 

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::num::NonZero;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use castor_kernels::{FileMap, numeric};
 use rayon::prelude::*;
@@ -39,6 +40,8 @@ pub(super) struct Entry {
 pub(super) struct SafetensorsFile {
     file: File,
     path: PathBuf,
+    /// Where what was asked for last ends.
+    asked: AtomicUsize,
     pub tensors: HashMap<String, Entry>,
 }
 
@@ -82,7 +85,7 @@ impl SafetensorsFile {
                 (name, entry)
             })
             .collect();
-        Ok(SafetensorsFile { file, path: path.to_path_buf(), tensors })
+        Ok(SafetensorsFile { file, path: path.to_path_buf(), asked: AtomicUsize::new(0), tensors })
     }
 
     /// Whether a tensor of this file and one of `other` are the same bytes.
@@ -110,26 +113,30 @@ impl SafetensorsFile {
     pub fn widen(&self, entry: &Entry, first: usize, out: &mut [f32]) -> Result<()> {
         let size = element_bytes(entry.dtype).expect("only float tensors are looked up");
         let begin = entry.start + first * size;
-        self.expect(begin);
-        out.par_chunks_mut(SLICE).enumerate().try_for_each_init(
-            || vec![0; SLICE * size],
-            |bytes, (index, out)| {
-                let bytes = &mut bytes[..out.len() * size];
-                self.read(begin + index * SLICE * size, bytes)?;
-                match entry.dtype {
-                    Dtype::F64 => each(bytes, out, |b: [u8; 8]| f64::from_le_bytes(b) as f32),
-                    Dtype::F32 => each(bytes, out, f32::from_le_bytes),
-                    Dtype::F16 => each(bytes, out, |b: [u8; 2]| half::f16::from_le_bytes(b).to_f32()),
-                    _ => each(bytes, out, |b: [u8; 2]| numeric::widen_bf16(u16::from_le_bytes(b))),
-                }
-                Ok(())
-            },
-        )
+        let widened = || {
+            out.par_chunks_mut(SLICE).enumerate().try_for_each_init(
+                || vec![0; SLICE * size],
+                |bytes, (index, out)| {
+                    let bytes = &mut bytes[..out.len() * size];
+                    self.read(begin + index * SLICE * size, bytes)?;
+                    match entry.dtype {
+                        Dtype::F64 => each(bytes, out, |b: [u8; 8]| f64::from_le_bytes(b) as f32),
+                        Dtype::F32 => each(bytes, out, f32::from_le_bytes),
+                        Dtype::F16 => each(bytes, out, |b: [u8; 2]| half::f16::from_le_bytes(b).to_f32()),
+                        _ => each(bytes, out, |b: [u8; 2]| numeric::widen_bf16(u16::from_le_bytes(b))),
+                    }
+                    Ok(())
+                },
+            )
+        };
+        rayon::join(widened, || self.expect(begin)).0
     }
 
-    /// Asks for the bytes from `offset` on; what is there already costs next to nothing.
+    /// Asks for the bytes from `offset` on that were not asked for yet.
     fn expect(&self, offset: usize) {
-        for at in (offset..offset + AHEAD).step_by(ASKED) {
+        let (asked, end) = (self.asked.swap(offset + AHEAD, Ordering::Relaxed), offset + AHEAD);
+        let begin = if (offset..end).contains(&asked) { asked } else { offset };
+        for at in (begin..end).step_by(ASKED) {
             let wish = (at as u64, NonZero::new(ASKED as u64), rustix::fs::Advice::WillNeed);
             // Only advice: without it the file is read all the same.
             if rustix::fs::fadvise(&self.file, wish.0, wish.1, wish.2).is_err() {
