@@ -151,7 +151,8 @@ fn a_rank_killed_in_a_collective_ends_the_run_within_ten_seconds() {
         stop(folder.path(), run.ranks[killed]);
         let began = Instant::now();
         kill_process(run.ranks[killed], signal).unwrap();
-        kill_process(run.ranks[killed], Signal::CONT).unwrap();
+        // It may be gone by now.
+        let _ = kill_process(run.ranks[killed], Signal::CONT);
         let (code, said) = run.ended();
         assert!(began.elapsed() < Duration::from_secs(10), "it took {:?}", began.elapsed());
         assert_eq!(code, 128 + signal.as_raw(), "{said}");
