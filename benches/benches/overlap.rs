@@ -78,6 +78,7 @@ fn options() -> Options {
         loss_scale: None,
         seed: 1,
         evaluates: false,
+        snapshots: false,
         config,
     }
 }

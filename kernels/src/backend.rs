@@ -49,7 +49,7 @@ pub trait Memory {
     /// For per-step inputs (token ids) on their way to the device.
     fn write_host(&self, target: Span, bytes: &[u8]);
 
-    /// Reads host memory now: the caller has joined the mark after which it is written.
+    /// Reads host memory now: the caller has joined the mark after which it is written. Any threads may call it.
     fn read_host(&self, source: Span, out: &mut [u8]);
 }
 

@@ -30,11 +30,13 @@ pub enum Category {
     Workspace,
     /// What the driver and its libraries hold beside the arena.
     Driver,
+    /// Host memory to which a checkpoint is copied, and pinned memory on the way there.
+    Snapshot,
 }
 
 impl Category {
     /// All categories.
-    pub const ALL: [Category; 11] = [
+    pub const ALL: [Category; 12] = [
         Category::Parameter,
         Category::Gradient,
         Category::Master,
@@ -46,6 +48,7 @@ impl Category {
         Category::Inputs,
         Category::Workspace,
         Category::Driver,
+        Category::Snapshot,
     ];
 
     /// Position in [`Category::ALL`].
@@ -67,6 +70,7 @@ impl Category {
             Category::Inputs => "inputs",
             Category::Workspace => "workspace",
             Category::Driver => "driver",
+            Category::Snapshot => "snapshot",
         }
     }
 

@@ -59,6 +59,8 @@ pub struct Fixed {
     pub device: Vec<(Category, u64)>,
     /// On the host.
     pub host: Vec<(Category, u64)>,
+    /// Plain host memory beside the arena that holds a checkpoint while it is written.
+    pub snapshot: u64,
 }
 
 /// What a rehearsal found.
@@ -170,14 +172,16 @@ impl Plan {
     ) -> Result<Plan> {
         let workspace = dry().workspace_bytes();
         let (mut room, mut all_taken) = ([0; 3], <[Vec<(String, u64)>; 3]>::default());
-        for (tier, fixed) in [(Tier::Device, &fixed.device), (Tier::Host, &fixed.host)] {
+        for (tier, wanted) in [(Tier::Device, &fixed.device), (Tier::Host, &fixed.host)] {
             // As the manager will reserve them (L2).
             let reserved = |category: Category, bytes| (category.name().to_string(), placed_bytes(tier, bytes));
             let mut taken: Vec<(String, u64)> =
-                fixed.iter().map(|(category, bytes)| reserved(*category, *bytes)).collect();
+                wanted.iter().map(|(category, bytes)| reserved(*category, *bytes)).collect();
             if tier == Tier::Device {
                 taken.push(reserved(Category::Workspace, workspace));
                 taken.push((Category::Driver.name().into(), driver_bytes));
+            } else if fixed.snapshot > 0 {
+                taken.push(reserved(Category::Snapshot, fixed.snapshot));
             }
             all_taken[tier.index()] = taken;
         }

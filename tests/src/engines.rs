@@ -99,6 +99,7 @@ pub fn options(world: u64, dtype: DType, optimizer: Optimizer, tied: bool) -> Op
         loss_scale: (dtype == DType::F16).then(Dynamic::default),
         seed: 5,
         evaluates: false,
+        snapshots: false,
         config,
     }
 }

@@ -5,6 +5,7 @@
 
 use crate::{
     activations::{Activations, Keep, Request},
+    checkpoint,
     config::ModelConfig,
     estimate::{self, Costs},
     inputs::{self, Inputs},
@@ -26,10 +27,13 @@ use castor_kernels::{
 use castor_runtime::{
     Category, Pass, StatefulTensorMgr,
     layout::{Formats, Layout, Sharding},
-    plan::{Budgets, Fixed, Plan, Rehearse},
+    plan::{Budgets, Fixed, Plan, Rehearse, placed_bytes},
     policy::PlacementPolicy,
 };
 use std::sync::Arc;
+
+/// Pinned bytes of each of the two pieces in which device memory comes to a snapshot, at most.
+const STAGE_BYTES: u64 = 32 << 20;
 
 /// What a run computes with.
 #[derive(Clone, Debug)]
@@ -77,6 +81,8 @@ pub struct Options {
     pub seed: u64,
     /// Whether the run evaluates.
     pub evaluates: bool,
+    /// Whether checkpoints are copied to host memory and written while the run goes on.
+    pub snapshots: bool,
 }
 
 impl Options {
@@ -177,12 +183,19 @@ impl Blueprint {
 
     /// Fixed memory beside the model's data.
     pub fn fixed(&self) -> Fixed {
+        let mut host = vec![(Category::Inputs, self.inputs.host_bytes())];
+        if self.options.snapshots {
+            let largest = self.layout.chunk_ids().map(|chunk| self.layout.stored_bytes(chunk)).max().unwrap_or(0);
+            let stage = placed_bytes(Tier::Host, largest.min(STAGE_BYTES));
+            host.push((Category::Snapshot, 2 * stage));
+        }
         Fixed {
             device: vec![
                 (Category::Activations, self.model.activations.bytes()),
                 (Category::Inputs, self.inputs.device_bytes()),
             ],
-            host: vec![(Category::Inputs, self.inputs.host_bytes())],
+            host,
+            snapshot: if self.options.snapshots { checkpoint::rank_bytes(&self.layout) } else { 0 },
         }
     }
 

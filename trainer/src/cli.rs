@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches};
 
 use crate::data::{DataSpec, OnBadRecord};
@@ -14,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::plan::Wanted;
 use crate::rendezvous::World;
 use crate::sample::{Choice, Request};
-use crate::settings::elsewhere::{IGNORED, ONLY_OFF, REFUSED};
+use crate::settings::elsewhere::{IGNORED, ONLY_OFF, ONLY_ON, REFUSED};
 use crate::settings::raw::{Origin, Raw};
 use crate::settings::table::{self, FLAGS, Flag, Kind, SHORTHANDS};
 use crate::settings::{Settings, boolean, nearest};
@@ -197,6 +198,7 @@ fn spelled(arg: OsString) -> OsString {
             || SHORTHANDS.iter().any(|short| short.names.contains(name))
             || IGNORED.iter().any(|ignored| ignored.names.contains(name))
             || ONLY_OFF.iter().any(|(only_off, _)| only_off == name)
+            || ONLY_ON.iter().any(|(only_on, ..)| only_on == name)
     });
     match (negated, value) {
         (Some(name), None) => format!("--{name}=false"),
@@ -236,6 +238,14 @@ fn training(matches: &ArgMatches, world: &dyn Fn() -> Result<u32>) -> Result<Ask
             notices.push(format!("--{name} {value} is accepted and changes nothing: it is never on"));
         }
     }
+    for (name, always, instead) in ONLY_ON {
+        if let Some(value) = value(matches, name) {
+            if boolean(&value) != Some(true) {
+                return Err(Error::Usage(format!("--{name} {value} is not offered: {always}; {instead}")));
+            }
+            notices.push(format!("--{name} {value} is accepted and changes nothing: {always}"));
+        }
+    }
     raw.read_files(world, &mut notices)?;
     let settings = Settings::resolve(&raw, notices)?;
     Ok(match matches.get_flag("print_config") {
@@ -251,6 +261,7 @@ fn pack(matches: &ArgMatches) -> Result<Command> {
     let inputs = matches.get_many::<String>("input").into_iter().flatten().cloned().collect();
     Ok(Command::DataPack {
         spec: DataSpec {
+            flag: "INPUT",
             text_field: required(matches, "text_field"),
             on_bad_record: match required(matches, "on_bad_record").as_str() {
                 "skip" => OnBadRecord::Skip,
@@ -275,18 +286,24 @@ fn sample(matches: &ArgMatches) -> Result<Command> {
         x if x.fract() == 0.0 && x < 1e9 => Ok(x as usize),
         x => Err(Error::Usage(format!("--{id} is {x}; a whole number below 10⁹ was expected"))),
     };
+    let top_k = Some(whole("top_k")?).filter(|k| *k > 0);
+    let mut notices = Vec::new();
+    let temperature = match (matches.value_source("temperature"), top_k) {
+        // Who names how many to draw from wants a draw.
+        (Some(ValueSource::DefaultValue), Some(_)) => {
+            notices.push("--top_k draws at temperature 1, as no --temperature is given".into());
+            1.0
+        }
+        _ => number("temperature", "a number of at least 0")?,
+    };
     let raw = given(matches, sample_flags())?;
-    let settings = Box::new(Settings::resolve(&raw, Vec::new())?);
+    let settings = Box::new(Settings::resolve(&raw, notices)?);
     let request = Request {
         model: required(matches, "from").into(),
         tokenizer: value(matches, "tokenizer"),
         prompt: required(matches, "prompt"),
         max_new_tokens: whole("max_new_tokens")?,
-        choice: Choice {
-            temperature: number("temperature", "a number of at least 0")?,
-            top_k: Some(whole("top_k")?).filter(|k| *k > 0),
-            seed: settings.seed,
-        },
+        choice: Choice { temperature, top_k, seed: settings.seed },
     };
     Ok(Command::Sample { settings, request })
 }
@@ -381,9 +398,13 @@ fn tree() -> clap::Command {
                 .arg(path("from", "Hugging Face folder, GGUF file, checkpoint, or a run's folder: its latest"))
                 .arg(option("prompt", "What the text begins with").required(true))
                 .arg(option("max_new_tokens", "Tokens after it, at most").default_value("64"))
-                .arg(option("temperature", "Divides the logits; 0: always the likeliest token").default_value("0"))
+                .arg(
+                    option("temperature", "Divides the logits; 0: always the likeliest token [0; 1 with --top_k]")
+                        .default_value("0")
+                        .hide_default_value(true),
+                )
                 .arg(option("top_k", "Draw from so many of the likeliest tokens; 0: all").default_value("0"))
-                .args(sample_flags().map(argument)),
+                .args(sample_flags().map(sample_argument)),
         )
         .subcommand(
             command("report", "Render the report of a recorded run").arg(path("run_dir", "The run's --output_dir")),
@@ -414,6 +435,14 @@ fn sample_flags() -> impl Iterator<Item = &'static Flag> {
         "backend",
     ];
     FLAGS.iter().filter(|flag| TAKEN.contains(&flag.key))
+}
+
+/// A row of the table as `sample` takes it: there is nothing to train.
+fn sample_argument(flag: &'static Flag) -> Arg {
+    match flag.key {
+        "seed" => argument(flag).help(format!("Seed of what is drawn [{}]", flag.default)).help_heading(None::<&str>),
+        _ => argument(flag),
+    }
 }
 
 /// A row of the table as clap knows it.
@@ -465,6 +494,7 @@ fn training_flags(mut command: clap::Command) -> clap::Command {
     }
     command
         .args(ONLY_OFF.iter().map(|(name, _)| boolean_flag(name).hide(true)))
+        .args(ONLY_ON.iter().map(|(name, ..)| boolean_flag(name).hide(true)))
         .arg(
             Arg::new("print_config")
                 .long("print_config")

@@ -8,7 +8,9 @@
 //! [`Rows`]: crate::source::Rows
 
 mod borders;
+mod bpe;
 mod chat;
+mod cuts;
 mod document;
 mod files;
 mod format;
@@ -38,6 +40,8 @@ use crate::error::{Error, Result, counted};
 pub struct DataSpec {
     /// Files, folders and globs, as given.
     pub inputs: Vec<String>,
+    /// What they are given with, for messages: `--data`.
+    pub flag: &'static str,
     /// Name of the text in a JSON record, or of a parquet file's column.
     pub text_field: String,
     /// What a record that cannot be used does.
@@ -57,6 +61,7 @@ impl DataSpec {
     pub fn new(inputs: Vec<String>) -> DataSpec {
         DataSpec {
             inputs,
+            flag: "--data",
             text_field: "text".into(),
             on_bad_record: OnBadRecord::Stop,
             token_format: None,
@@ -75,11 +80,12 @@ impl DataSpec {
 /// [`Error::Usage`] naming file and line or offset; or how many tokens the smallest usable data would have.
 pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) -> Result<(PackedRows, Vec<String>)> {
     let mut notices = Vec::new();
-    let paths = files::expand(&spec.inputs, &mut notices)?;
+    let paths = files::expand(spec, &mut notices)?;
     let (tokens, texts): (Vec<PathBuf>, Vec<PathBuf>) = paths.into_iter().partition(|path| tokens::is_token_file(path));
     if !tokens.is_empty() && !texts.is_empty() {
         return Err(Error::Usage(format!(
-            "--data mixes token files ({}) and text ({}); pack the text first with `castor data pack`",
+            "{} mixes token files ({}) and text ({}); pack the text first with `castor data pack`",
+            spec.flag,
             tokens[0].display(),
             texts[0].display()
         )));
@@ -96,7 +102,7 @@ pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) ->
             Ok(())
         })?;
         if ids.is_empty() {
-            return Err(text::refuse_empty(texts.len(), &notices));
+            return Err(text::refuse_empty(spec, texts.len(), &notices));
         }
         notices.push(format!(
             "{} from {} in {}, each document {}",

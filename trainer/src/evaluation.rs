@@ -18,10 +18,12 @@ pub fn open(settings: &Settings, vocabulary: u64) -> Result<(Option<PackedRows>,
     if inputs.is_empty() {
         return Ok((None, Vec::new()));
     }
-    let spec = data::DataSpec { inputs: inputs.clone(), ..settings.data.clone() };
+    let flag = "--eval_data";
+    let spec = data::DataSpec { inputs: inputs.clone(), flag, ..settings.data.clone() };
     let opened = data::open(&spec, &settings.tokenizer, settings.max_length, vocabulary);
     let (rows, said) = opened.map_err(|error| match error {
-        Error::Usage(reason) => Error::Usage(format!("--eval_data: {reason}")),
+        // A message that does not say so by itself would be taken for one about --data.
+        Error::Usage(reason) if !reason.contains(flag) => Error::Usage(format!("{flag}: {reason}")),
         other => other,
     })?;
     Ok((Some(rows), said.into_iter().map(|notice| format!("evaluation: {notice}")).collect()))

@@ -45,7 +45,7 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
         let mut options = session::options(settings, config, sequence, settings.batch_size, micros, steps);
         options.evaluates = !settings.output.eval_data.is_empty() || settings.output.eval_fraction > 0.0;
         options.shards = shards;
-        session::plan(settings, options, &hardware, world)
+        session::plan_saving(settings, options, &hardware, world)
     };
     let mut config = config;
     let mut found = None;
@@ -61,12 +61,12 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
         found = Some(refusal);
     }
     let parameters = config.parameters();
-    let (blueprint, plan, estimate) = of(settings, config.clone())?;
+    let (blueprint, plan, estimate, said) = of(settings, config.clone())?;
     if wanted.json {
         println!("{}", as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters));
         return Ok(());
     }
-    for notice in settings.notices.iter().chain(&notices).chain(&hardware.notices) {
+    for notice in settings.notices.iter().chain(&notices).chain(&hardware.notices).chain(&said) {
         eprintln!("castor: {notice}");
     }
     let layout = blueprint.layout();

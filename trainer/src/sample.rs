@@ -112,7 +112,7 @@ pub fn main(settings: &Settings, request: &Request) -> Result<()> {
         ));
     }
     let mut engine = engine(settings, config, length.max(2), &*source, &mut notices)?;
-    for notice in &notices {
+    for notice in settings.notices.iter().chain(&notices) {
         eprintln!("castor: {notice}");
     }
     let mut shown = Shown { text: String::new(), out: std::io::stdout().lock() };

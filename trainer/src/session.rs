@@ -18,17 +18,18 @@ use crate::plugin::Placement;
 use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
 use crate::settings::{
-    BackendKind, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings, ShardSize, StateFormat,
+    AsyncSave, BackendKind, Every, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings,
+    ShardSize, StateFormat,
 };
 use crate::source::TensorSource;
 use crate::weights::{self, RandomWeights};
 use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_kernels::link::{Link, LinkOptions};
-use castor_kernels::{Backend, DType};
+use castor_kernels::{Backend, DType, Tier};
 use castor_runtime::layout::Sharding;
-use castor_runtime::limits;
 use castor_runtime::plan::{Budgets, Plan, Rehearse};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
+use castor_runtime::{Bytes, limits};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -277,9 +278,13 @@ pub fn options(
         }),
         seed: settings.seed,
         evaluates: false,
+        snapshots: false,
         config,
     }
 }
+
+/// Sizes of the window to try, the usual one first; see [`AutoPolicy::window`].
+const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
 
 /// A way of running that fits.
 struct Fitting {
@@ -321,9 +326,9 @@ pub fn plan(
         if fitting.iter().any(|fitting| fitting.step_s <= floor_s * 1.001) {
             break;
         }
-        match plan(&blueprint, &*policy(settings, AutoPolicy::WINDOW), Rehearse::ToCompare) {
+        match plan(&blueprint, &*policy(settings, WINDOWS[0]), Rehearse::ToCompare) {
             Ok(plan) => {
-                fitting.push(Fitting { step_s: Estimate::of(&plan).time.step_s, blueprint, window: AutoPolicy::WINDOW })
+                fitting.push(Fitting { step_s: Estimate::of(&plan).time.step_s, blueprint, window: WINDOWS[0] })
             }
             // The last refusal is that of the plan that computes most again, and so takes the least memory.
             Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
@@ -337,7 +342,8 @@ pub fn plan(
     if matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
         let best: Vec<Blueprint> =
             fitting.iter().take(3).filter(|best| streams(best)).map(|best| best.blueprint.clone()).collect();
-        for (blueprint, window) in best.into_iter().flat_map(|best| [1.5, 1.1].map(|window| (best.clone(), window))) {
+        let smaller = |best: Blueprint| WINDOWS[1..].iter().map(move |window| (best.clone(), *window));
+        for (blueprint, window) in best.into_iter().flat_map(smaller) {
             if let Ok(plan) = plan(&blueprint, &*policy(settings, window), Rehearse::ToCompare) {
                 fitting.push(Fitting { step_s: Estimate::of(&plan).time.step_s, blueprint, window });
             }
@@ -370,6 +376,46 @@ fn way_out(options: &Options, world: u32) -> &'static str {
     "; gradients are split over ranks, so that all micro-batches go through the model together: --sync_each_batch \
      sums each one's over the ranks by itself and lets fewer go together, and so do --plugin zero1 and \
      --shard_size 1, which keep gradients whole"
+}
+
+/// As [`plan`], for a run that saves as `settings` say: with snapshots if `--async_save` asks for them, or leaves it open
+/// and the host has room for them beside the plan. Also what to tell the user.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_saving(
+    settings: &Settings,
+    options: Options,
+    hardware: &Hardware,
+    world: u32,
+) -> Result<(Blueprint, Plan, Estimate, Option<String>)> {
+    let wanted = if settings.output.save == Every::Never { AsyncSave::Off } else { settings.output.async_save };
+    let options = Options { snapshots: wanted == AsyncSave::On, ..options };
+    let (blueprint, plan, estimate) = plan(settings, options, hardware, world)?;
+    if wanted != AsyncSave::Auto {
+        return Ok((blueprint, plan, estimate, None));
+    }
+    let backend = &*hardware.backend;
+    let with = Blueprint::for_world(Options { snapshots: true, ..blueprint.options().clone() }, backend, world);
+    // Nothing of the run's own may give way to it.
+    let beside = WINDOWS.iter().find_map(|window| {
+        let (policy, prefetch) = (policy(settings, *window), settings.memory.prefetch);
+        let beside = with.plan(backend, &hardware.rates, &*policy, hardware.budgets.clone(), prefetch, Rehearse::ToRun);
+        beside.ok().filter(|beside| beside.placement == plan.placement)
+    });
+    match beside {
+        Some(beside) => Ok((with, beside, estimate, None)),
+        None => {
+            let left = hardware.budgets.host.saturating_sub(plan.peak(Tier::Host));
+            let said = format!(
+                "a save will hold the run until it is on disk: a snapshot takes {} of host memory and {} are left beside \
+                 the plan; --async_save on makes room for it",
+                Bytes(with.fixed().snapshot),
+                Bytes(left)
+            );
+            Ok((blueprint, plan, estimate, Some(said)))
+        }
+    }
 }
 
 /// Numbers of micro-batches that may go through the model together: all of a step's, or fewer, which take less

@@ -266,6 +266,8 @@ pub struct OutputSettings {
     pub dir: PathBuf,
     /// Checkpoints.
     pub save: Every,
+    /// Whether they are written while the run goes on.
+    pub async_save: AsyncSave,
     /// Checkpoints kept; None: all.
     pub save_total_limit: Option<u64>,
     /// Whether the final weights are written as a Hugging Face folder.
@@ -280,6 +282,17 @@ pub struct OutputSettings {
     pub eval_data: Vec<String>,
     /// Share of rows held out.
     pub eval_fraction: f64,
+}
+
+/// Whether checkpoints are written while the run goes on, from a snapshot in host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AsyncSave {
+    /// If the host has room for it beside the plan.
+    Auto,
+    /// The plan makes room for it.
+    On,
+    /// A save holds the run until it is on disk.
+    Off,
 }
 
 /// What a run continues from.

@@ -1,6 +1,6 @@
 //! `castor train`: the loop over steps, and what it says and writes.
 
-use crate::checkpoint::{self, Facts, Saver};
+use crate::checkpoint::{self, Facts, Saved, Saver};
 use crate::config::ModelConfig;
 use crate::data::{self, PackedRows, Sampler, held_out};
 use crate::engine::{Engine, Outcome, StepInputs, StepResult};
@@ -23,7 +23,7 @@ use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Trains as `settings` say, as the rank that the environment names.
@@ -68,7 +68,8 @@ pub fn main(settings: &Settings) -> Result<()> {
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = evaluation.is_some();
     options.shards = session::shards(settings, world.world, world.local_world)?;
-    let (blueprint, plan, estimate) = session::plan(settings, options, &hardware, world.world)?;
+    let (blueprint, plan, estimate, said) = session::plan_saving(settings, options, &hardware, world.world)?;
+    notices.extend(said);
     if speaks {
         let rates = hardware.rates.origin(settings.memory.nvme.is_some());
         notices.push(format!("estimated {estimate}; rates {rates}"));
@@ -78,7 +79,8 @@ pub fn main(settings: &Settings) -> Result<()> {
         blueprint.options(),
         checkpoint::Data { rows: training.end, rows_per_step: sampler.rows_per_step(), order: settings.order },
     );
-    let cadence = (steps, &settings.output.save, &settings.output.eval, settings.output.save_model);
+    let output = &settings.output;
+    let cadence = (steps, &output.save, output.async_save, &output.eval, output.save_model);
     agreement::same(
         &*hardware.backend,
         &[
@@ -94,18 +96,15 @@ pub fn main(settings: &Settings) -> Result<()> {
         None => notices.extend(session::load(settings, &mut engine)?),
     }
     let begun = from.map(|checkpoint| checkpoint.progress().step);
-    let stop = Arc::new(AtomicBool::new(false));
-    let signal = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let saver = Saver::new(&settings.output, facts, begun, &mut engine)?;
+    let signal = Arc::new(AtomicUsize::new(0));
     for kind in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
         // `nohup` and schedulers that warn beforehand (USR1) mean what they say.
         if kind == SIGHUP && launcher::is_ignored(kind) {
             continue;
         }
-        let register = || {
-            signal_hook::flag::register(kind, Arc::clone(&stop))?;
-            signal_hook::flag::register_usize(kind, Arc::clone(&signal), kind as usize)
-        };
-        register().map_err(|error| Error::Failed(format!("signal {kind} cannot be watched: {error}")))?;
+        signal_hook::flag::register_usize(kind, Arc::clone(&signal), kind as usize)
+            .map_err(|error| Error::Failed(format!("signal {kind} cannot be watched: {error}")))?;
     }
     let mut run = Run {
         settings,
@@ -118,9 +117,9 @@ pub fn main(settings: &Settings) -> Result<()> {
         sampler,
         steps,
         engine,
-        saver: Saver::new(&settings.output, facts, begun),
+        saver,
         begun: begun.unwrap_or(0),
-        stop,
+        signal,
         speaks,
         progress: Progress::quiet(steps),
         log: None,
@@ -139,7 +138,9 @@ pub fn main(settings: &Settings) -> Result<()> {
     match outcome {
         // A failure in the middle of the step leaves the figures of what was reached (known faults E).
         Err(error) => {
+            let said = run.saver.rescue(&mut run.engine);
             if speaks {
+                said.iter().for_each(|line| eprintln!("castor: {line}"));
                 let peak = run.engine.manager().ledger().total(Tier::Device);
                 eprintln!(
                     "castor: the run ended after step {}; {}",
@@ -149,18 +150,18 @@ pub fn main(settings: &Settings) -> Result<()> {
             }
             Err(error)
         }
-        Ok(finished) => {
+        Ok(interrupted) => {
             run.conclude(seconds)?;
-            if finished && settings.output.save_model {
+            if interrupted.is_none() && settings.output.save_model {
                 let folder = run.saver.save_model(&settings.tokenizer, &mut run.engine)?;
                 if speaks {
                     println!("The model: {}", folder.display());
                 }
             }
-            match signal.load(Ordering::Relaxed) {
-                0 if finished => Ok(()),
-                0 => Err(Error::Interrupted(SIGTERM)),
-                signal => Err(Error::Interrupted(signal as i32)),
+            // One that comes after the last step asks for what is happening anyway, and is heard by this rank alone.
+            match interrupted.or(run.signalled()) {
+                None => Ok(()),
+                Some(signal) => Err(Error::Interrupted(signal)),
             }
         }
     }
@@ -182,7 +183,8 @@ struct Run<'a> {
     saver: Saver,
     /// Steps that earlier sessions made.
     begun: u64,
-    stop: Arc<AtomicBool>,
+    /// The signal that asks this rank to end; 0: none.
+    signal: Arc<AtomicUsize>,
     speaks: bool,
     progress: Progress,
     log: Option<RunLog>,
@@ -191,6 +193,16 @@ struct Run<'a> {
     skipped: u64,
     tokens: u64,
     samples: u64,
+}
+
+/// See [`Run::agree`].
+struct Agreed {
+    /// Tokens that count over all ranks.
+    tokens: u64,
+    /// The signal by which a rank was told to stop, the lowest rank's: all end with it.
+    signal: Option<i32>,
+    /// Whether a save is in flight and every rank is ready for its next stage.
+    saved: bool,
 }
 
 impl Run<'_> {
@@ -242,20 +254,24 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// All steps. Returns false if a signal ended them early.
-    fn train(&mut self) -> Result<bool> {
+    /// All steps, or those until a signal ended them early: that signal.
+    fn train(&mut self) -> Result<Option<i32>> {
         let mut batch = StepRows::new(self.settings.max_length, self.settings.data.document_mask);
         let mut began = Instant::now();
         let mut open: Option<StepRecord> = None;
         for step in self.begun..self.steps {
             batch.fill(self.rows, &self.sampler.step(step))?;
-            let (tokens, stop) = self.agree(batch.counted())?;
-            if stop {
+            let Agreed { tokens, signal, saved } = self.agree(batch.counted())?;
+            if saved {
+                let saved = self.saver.advance(&mut self.engine)?;
+                self.note(&saved)?;
+            }
+            if signal.is_some() {
                 let last = self.engine.finish()?;
                 self.close(open, last)?;
-                let said = self.saver.save_interrupted(&mut self.engine)?;
-                self.say(&said);
-                return Ok(false);
+                let saved = self.saver.save_interrupted(&mut self.engine)?;
+                self.note(&saved)?;
+                return Ok(signal);
             }
             let micros: Vec<MicroBatch> = batch.micros().collect();
             let result = self.engine.step(&StepInputs { micros: &micros, tokens })?;
@@ -287,8 +303,8 @@ impl Run<'_> {
                 let last = self.engine.finish()?;
                 let closing = open.take();
                 self.close(closing, last)?;
-                let said = self.saver.save(&mut self.engine)?;
-                self.say(&said);
+                let saved = self.saver.save(&mut self.engine)?;
+                self.note(&saved)?;
                 began = Instant::now();
             }
             if self.settings.output.eval.is_due(step + 1, self.steps) && self.evaluation.is_some() {
@@ -304,36 +320,52 @@ impl Run<'_> {
         if self.evaluated.is_none_or(|(step, _)| step != self.steps) {
             self.evaluate()?;
         }
-        Ok(true)
+        let saved = self.saver.settle(&mut self.engine)?;
+        self.note(&saved)?;
+        Ok(None)
     }
 
-    fn say(&mut self, lines: &[String]) {
-        if self.speaks {
-            lines.iter().for_each(|line| self.progress.say(line));
+    /// Says and logs what came of saving.
+    fn note(&mut self, saved: &Saved) -> Result<()> {
+        if let Some(log) = &mut self.log {
+            saved.records.iter().try_for_each(|record| log.save(record))?;
         }
+        if self.speaks {
+            saved.notices.iter().for_each(|line| self.progress.say(line));
+        }
+        Ok(())
     }
 
     fn live(&mut self, tier: Tier) -> u64 {
         self.engine.manager().ledger().total(tier)
     }
 
-    /// Tokens that count over all ranks, and whether any rank was told to stop.
-    fn agree(&mut self, counted: u64) -> Result<(u64, bool)> {
-        let stop = self.stop.load(Ordering::Relaxed);
+    /// The signal that this rank has had.
+    fn signalled(&self) -> Option<i32> {
+        let signal = self.signal.load(Ordering::Relaxed) as i32;
+        (signal != 0).then_some(signal)
+    }
+
+    /// What all ranks must know alike before a step in which `counted` tokens of this one count.
+    fn agree(&mut self, counted: u64) -> Result<Agreed> {
+        let own = Agreed { tokens: counted, signal: self.signalled(), saved: self.saver.is_ready() };
         if self.world.world == 1 {
-            return Ok((counted, stop));
+            return Ok(own);
         }
         let mut message = counted.to_le_bytes().to_vec();
-        message.push(u8::from(stop));
+        // Signals are numbered below 65.
+        message.extend([own.signal.unwrap_or(0) as u8, u8::from(own.saved)]);
         let answers = self.engine.manager().backend().exchange(&message)?;
-        let mut total = (0, false);
+        let mut all = Agreed { tokens: 0, signal: None, saved: true };
         for (rank, answer) in answers.iter().enumerate() {
-            let Some((count, [stop])) = answer.split_first_chunk::<8>() else {
+            let Some((count, [signal, saved])) = answer.split_first_chunk::<8>() else {
                 return Err(Error::Failed(format!("rank {rank} runs another version of castor")));
             };
-            total = (total.0 + u64::from_le_bytes(*count), total.1 || *stop != 0);
+            all.tokens += u64::from_le_bytes(*count);
+            all.signal = all.signal.or((*signal != 0).then_some(i32::from(*signal)));
+            all.saved &= *saved != 0;
         }
-        Ok(total)
+        Ok(all)
     }
 
     /// A step's result has come: the record is complete.

@@ -10,7 +10,7 @@ use castor_kernels::{
 };
 use castor_runtime::plan::Rehearse;
 use castor_runtime::{
-    GroupId,
+    Category, GroupId,
     layout::Sharding,
     plan::Budgets,
     policy::{AutoPolicy, DevicePolicy, PlacementPolicy},
@@ -19,7 +19,7 @@ use castor_trainer::rates::Rates;
 use castor_trainer::{
     activations::Keep,
     blueprint::{Blueprint, Options, formats},
-    checkpoint::{self, Checkpoint, Data, Facts},
+    checkpoint::{self, Checkpoint, Data, Facts, Saver},
     config::ModelConfig,
     data::Order,
     engine::{Engine, StepInputs},
@@ -27,7 +27,7 @@ use castor_trainer::{
     loss_scale::Dynamic,
     optimizer::Optimizer,
     parity::Batch,
-    settings::Resume,
+    settings::{AsyncSave, Every, OutputSettings, Resume},
     source::TensorSource,
     weights::{ExportDType, HfFolder, RandomWeights, hf_tensors},
 };
@@ -416,6 +416,113 @@ fn two_ranks_go_on_from_what_any_number_wrote() {
         for (step, (loss, expected)) in resumed[0].iter().zip(&expected[0]).enumerate() {
             support::close(&format!("written by {writers}, step {step} after it"), *loss, *expected, 1e-6);
         }
+    }
+}
+
+/// Saves as a run of these settings does.
+fn saver(run: &Path, engine: &mut Engine) -> Saver {
+    let output = OutputSettings {
+        dir: run.to_owned(),
+        save: Every::Steps(1),
+        async_save: AsyncSave::On,
+        save_total_limit: Some(1),
+        save_model: false,
+        resume: Resume::No,
+        logging: Every::Never,
+        eval: Every::Never,
+        eval_data: Vec::new(),
+        eval_fraction: 0.0,
+    };
+    let facts = facts(engine.options());
+    Saver::new(&output, facts, None, engine).unwrap()
+}
+
+/// Every file of a checkpoint but the manifest, which holds nothing else of the states.
+fn files(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
+    let entries = fs::read_dir(checkpoint).unwrap().map(|entry| entry.unwrap());
+    let named = entries.map(|entry| (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap()));
+    let mut files: Vec<_> = named.filter(|(name, _)| name != "manifest.json").collect();
+    files.sort();
+    files
+}
+
+/// A checkpoint that is written while the run goes on is the one that holds it, whatever is where; and the run is the
+/// same.
+#[test]
+fn saves_beside_the_run_write_what_was_there_when_they_began() {
+    let temporary = tempfile::tempdir().unwrap();
+    let nvme = tempfile::tempdir().unwrap();
+    let folder = small(temporary.path(), 257, false);
+    for (dtype, moments) in [(DType::F32, DType::F32), (DType::Bf16, DType::Q8)] {
+        let options = |snapshots| {
+            let mut options = small_options(&folder);
+            options.formats = formats(dtype, dtype, moments);
+            options.keep.fill(Keep::Block);
+            Options { snapshots, sharding: ZERO3, ..options }
+        };
+        let tight = smallest(&options(true), nvme.path());
+        let host = Budgets { device: tight.device, ..plenty() };
+        let cases: [(&dyn PlacementPolicy, Budgets); 3] =
+            [(&DevicePolicy, plenty()), (&AutoPolicy, host), (&AutoPolicy, tight)];
+        for (policy, budgets) in cases {
+            let run = |snapshots| {
+                let run = tempfile::tempdir().unwrap();
+                let mut engine = bare(options(snapshots), policy, budgets.clone(), None);
+                engine.load(&RandomWeights::new(&options(false).config, 3)).unwrap();
+                let ledger = engine.manager().ledger();
+                assert_eq!(ledger.reserved(Tier::Host, Category::Snapshot) > 0, snapshots);
+                let mut saver = saver(run.path(), &mut engine);
+                let mut bits = train(&mut engine, 0..2);
+                let first = saver.save(&mut engine).unwrap();
+                assert_eq!(first.records.len(), usize::from(!snapshots), "a save beside the run has not ended");
+                bits.extend(train(&mut engine, 2..4));
+                let second = saver.save(&mut engine).unwrap();
+                assert_eq!(second.records.len(), 1, "one save at a time");
+                let first = first.records.first().unwrap_or(&second.records[0]);
+                assert!(first.step == 2 && first.held_seconds <= first.seconds, "{first:?}");
+                assert!(saver.save(&mut engine).unwrap().notices.len() <= 1, "the same step is not saved again");
+                bits.extend(train(&mut engine, 4..6));
+                saver.settle(&mut engine).unwrap();
+                assert!(!saver.is_ready());
+                (bits, files(&run.path().join("checkpoint-4")), fs::read_dir(run.path()).unwrap().count())
+            };
+            let (held, beside) = (run(false), run(true));
+            assert!(held == beside, "{dtype:?} {moments:?} {}", policy.name());
+            assert_eq!(beside.2, 1, "the checkpoint before is gone");
+        }
+    }
+}
+
+/// The same of ranks, whether they share the states or hold the same, which agree when all have written.
+#[test]
+fn ranks_save_beside_the_run() {
+    let temporary = tempfile::tempdir().unwrap();
+    let folder = small(temporary.path(), 257, true);
+    for (world, shards) in [(3, None), (4, Some(2))] {
+        let run = |snapshots| {
+            let run = tempfile::tempdir().unwrap();
+            let mut options = small_options(&folder);
+            options.formats = formats(DType::Bf16, DType::F32, DType::Q8);
+            (options.sharding, options.shards, options.snapshots) = (ZERO3, shards, snapshots);
+            let bits = ranks(&options, world, |engine| {
+                engine.load(&RandomWeights::new(&engine.options().config.clone(), 3)).unwrap();
+                let mut saver = saver(run.path(), engine);
+                let mut bits = train(engine, 0..1);
+                saver.save(engine).unwrap();
+                for step in 1..4 {
+                    bits.extend(train(engine, step..step + 1));
+                    // As the loop does: all ranks go on together.
+                    let ready = engine.total(u64::from(saver.is_ready())).unwrap() == u64::from(world);
+                    if ready {
+                        saver.advance(engine).unwrap();
+                    }
+                }
+                saver.settle(engine).unwrap();
+                bits
+            });
+            (bits, files(&run.path().join("checkpoint-1")))
+        };
+        assert!(run(false) == run(true), "{world} ranks, {shards:?}");
     }
 }
 

@@ -356,6 +356,39 @@ fn a_step_of_many_micro_batches_on_two_ranks() {
     }
 }
 
+/// The snapshot of saves beside the run is in the plan, or the plan says why there is none; it never displaces what
+/// trains unless it is told to.
+#[test]
+fn a_plan_counts_the_snapshot() {
+    let folder = Folder::new();
+    let plan = "plan --model_config model.json --max_length 16 --backend cpu --save_steps 5 --plugin gemini_cpu";
+    let host = |out: &str| {
+        let value: serde_json::Value = serde_json::from_str(out).unwrap();
+        let host = value["tiers"].as_array().unwrap().iter().find(|tier| tier["tier"] == "host").unwrap().clone();
+        let users: Vec<(String, u64)> = serde_json::from_value(host["users"].clone()).unwrap();
+        let snapshot = users.iter().find(|(name, _)| name == "snapshot").map_or(0, |(_, bytes)| *bytes);
+        (host["peak_bytes"].as_u64().unwrap(), snapshot)
+    };
+    let with = |more: &str| host(&folder.accepts(&format!("{plan} --json --device_memory 8MiB {more}")).0);
+    let (without, none) = with("--host_memory 8MiB --async_save off");
+    assert_eq!(none, 0);
+    let (beside, snapshot) = with("--host_memory 8MiB");
+    assert_eq!(beside, without + snapshot, "everything else is where it was");
+    assert_eq!(with("--host_memory 8MiB --async-save"), (beside, snapshot), "the flag alone means on");
+    assert_eq!(with("--host_memory 8MiB --save_steps 0 --async_save on").1, 0, "a run that never saves");
+    // Exactly enough, and a byte less.
+    assert_eq!(with(&format!("--host_memory {beside}")), (beside, snapshot));
+    let short = format!("{plan} --device_memory 8MiB --host_memory {}", beside - 1);
+    let (out, err) = folder.accepts(&short);
+    assert!(!out.contains("snapshot"), "{out}");
+    assert!(err.contains("a save will hold the run") && err.contains("--async_save on"), "{err}");
+    // Weights and states move to the device rather than being refused.
+    assert_eq!(with(&format!("--host_memory {} --async_save on --plugin gemini_cuda", beside - 1)).1, snapshot);
+    let tiny = format!("{plan} --device_memory 8MiB --host_memory {} --async_save on", snapshot - 1);
+    folder.refuses(&tiny, 3, &["snapshot"]);
+    folder.refuses(&format!("{plan} --async_save perhaps"), 2, &["--async_save is perhaps", "auto, on or off"]);
+}
+
 /// What the doctor measures is what plans say they reckon with.
 #[test]
 fn a_bench_and_the_plan_after_it() {

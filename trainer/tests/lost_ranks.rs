@@ -225,16 +225,23 @@ fn what_a_rank_refuses_is_seen_and_is_the_launchers_code() {
     assert!(said(&output).contains("--timeout is 0") && said(&output).contains("at least 1"), "{}", said(&output));
 }
 
-/// Schedulers warn with USR1, terminals that close with HUP: all ranks save at the same step and end.
+/// Schedulers warn with USR1, terminals that close with HUP: all ranks save at the same step and end, whichever of them
+/// or the launcher was told.
 #[test]
 fn a_warning_saves_and_ends_all_ranks() {
-    for (signal, code) in [(Signal::USR1, 138), (Signal::HUP, 129)] {
+    for (signal, told, code) in [
+        (Signal::USR1, None, 138),
+        (Signal::HUP, None, 129),
+        (Signal::USR1, Some(0), 138),
+        (Signal::USR1, Some(1), 138),
+        (Signal::INT, Some(1), 130),
+    ] {
         let folder = folder();
         let words = format!("run --nproc_per_node 2 TRAIN {ENDLESS} --save_steps 1000000");
         let run = Launched::start(folder.path(), &words, 2);
-        kill_process(Pid::from_child(&run.launcher), signal).unwrap();
+        kill_process(told.map_or(Pid::from_child(&run.launcher), |rank| run.ranks[rank]), signal).unwrap();
         let (ended, said) = run.ended();
-        assert_eq!(ended, code, "{said}");
+        assert_eq!(ended, code, "{signal:?} to {told:?}: {said}");
         let saved = fs::read_dir(folder.path().join("out"))
             .unwrap()
             .filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("checkpoint-"));

@@ -82,11 +82,15 @@ fn killed_at_any_point_and_resumed_it_is_the_same_run() {
     prepare(folder.path());
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
     succeeds(&mut castor(folder.path(), "whole", "--max_steps 150"));
-    let run = || castor(folder.path(), "killed", "--max_steps 150 --save_steps 1 --save_total_limit 2 --resume latest");
-    let mut inside_of_a_save = 0;
+    let run = |saves: &str| {
+        let words = "--max_steps 150 --save_steps 1 --save_total_limit 2 --resume latest --async_save";
+        castor(folder.path(), "killed", &format!("{words} {saves}"))
+    };
+    let mut inside_of_a_save = [0, 0];
     for attempt in 0..50 {
         let before = checkpoints(&killed);
-        let mut run = run().stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let beside = attempt as usize % 2;
+        let mut run = run(["off", "on"][beside]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         while checkpoints(&killed) == before && run.try_wait().unwrap().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -94,10 +98,10 @@ fn killed_at_any_point_and_resumed_it_is_the_same_run() {
         std::thread::sleep(Duration::from_millis(30).mul_f32(rng::uniform(9, attempt, 0)));
         run.kill().unwrap();
         run.wait().unwrap();
-        inside_of_a_save += u32::from(checkpoints(&killed).iter().any(|name| name.ends_with(".tmp")));
+        inside_of_a_save[beside] += u32::from(checkpoints(&killed).iter().any(|name| name.ends_with(".tmp")));
     }
-    assert!(inside_of_a_save > 0, "no kill was inside of a save");
-    succeeds(&mut run());
+    assert!(inside_of_a_save.iter().all(|kills| *kills > 0), "{inside_of_a_save:?} kills were inside of a save");
+    succeeds(&mut run("auto"));
     let expected = losses(&whole);
     assert_eq!(expected.len(), 150);
     assert!(losses(&killed) == expected);
@@ -189,18 +193,25 @@ fn a_signal_saves_and_ends() {
 fn a_save_that_does_not_fit_leaves_the_one_before() {
     let folder = tempfile::tempdir().unwrap();
     prepare(folder.path());
-    let run = folder.path().join("run");
-    succeeds(&mut castor(folder.path(), "run", "--max_steps 3 --save_steps 3"));
-    let train = castor(folder.path(), "run", "--max_steps 6 --save_steps 3 --save_total_limit 1 --resume");
-    let mut limited = Command::new("sh");
-    // 100 blocks of 512 or 1024 bytes: less than the checkpoint, more than the log.
-    limited.args(["-c", "trap '' XFSZ; ulimit -f 100; exec \"$@\"", "sh"]).arg(train.get_program());
-    let output = limited.args(train.get_args()).current_dir(folder.path()).output().unwrap();
-    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-    assert!(said(&output).contains("rank-0.bin: write of"), "{}", said(&output));
-    assert_eq!(checkpoints(&run), ["checkpoint-3"]);
-    succeeds(&mut castor(folder.path(), "run", "--max_steps 6 --save_steps 3 --save_total_limit 1 --resume"));
-    assert_eq!(checkpoints(&run), ["checkpoint-6"]);
+    for (name, launcher, saves) in
+        [("held", "", "off"), ("beside", "", "on"), ("ranks", "run --nproc_per_node 2", "on")]
+    {
+        let run = folder.path().join(name);
+        let words = format!("--save_steps 3 --save_total_limit 1 --resume --async_save {saves}");
+        let castor = |steps: u32| launched(folder.path(), launcher, name, &format!("--max_steps {steps} {words}"));
+        succeeds(&mut castor(3));
+        let train = castor(9);
+        let mut limited = Command::new("sh");
+        // 100 blocks of 512 or 1024 bytes: less than a rank's file, more than the log.
+        limited.args(["-c", "trap '' XFSZ; ulimit -f 100; exec \"$@\"", "sh"]).arg(train.get_program());
+        let output = limited.args(train.get_args()).current_dir(folder.path()).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{name} {}", said(&output));
+        assert!(said(&output).contains(".bin: write of"), "{name} {}", said(&output));
+        assert_eq!(checkpoints(&run), ["checkpoint-3"], "{name}");
+        succeeds(&mut castor(9));
+        assert_eq!(checkpoints(&run), ["checkpoint-9"], "{name}");
+        assert_eq!(losses(&run).len(), 9, "{name}");
+    }
 }
 
 #[test]

@@ -28,6 +28,8 @@ fn what_was_learnt_comes_out() {
         sample("out/model", "--device_memory 3MiB --host_memory 8MiB --mixed_precision bf16 --plugin zero3_offload"),
         "opqrstuvwxyzab\n"
     );
+    let drawn = |seed: u64| sample("out/model", &format!("--top_k 20 --temperature 20 --seed {seed}"));
+    assert!((1..4).any(|seed| drawn(seed) != drawn(0)), "seeds draw differently");
     let hot = |seed: &str| sample("out/model", &format!("--temperature 20 --seed {seed}"));
     assert_eq!(hot("1"), hot("1"));
     assert_ne!(hot("1"), hot("2"));
@@ -74,5 +76,15 @@ fn an_evaluation_sees_the_weights_after_its_step() {
     assert!(refuses(folder, &format!("{train} --eval_steps 2")).contains("--eval_steps is 2; it needs --eval_data"));
     let both = format!("{train} --eval_data text.txt --eval_fraction 0.5");
     assert!(refuses(folder, &both).contains("--eval_data names what to evaluate on"));
-    assert!(refuses(folder, &format!("{train} --eval_data model.txt")).contains("--eval_data: "));
+    for (input, says) in
+        [("model.txt", "--eval_data model.txt: there is no such"), ("*.csv", "--eval_data *.csv: no file")]
+    {
+        let refused = refuses(folder, &format!("{train} --eval_data {input}"));
+        assert!(refused.contains(says) && !refused.contains("--data"), "{refused}");
+    }
+    // What has a place of its own says which data it is about all the same.
+    std::fs::write(folder.join("bad.jsonl"), "{").unwrap();
+    let refused = refuses(folder, &format!("{train} --eval_data bad.jsonl"));
+    assert!(refused.contains("--eval_data: bad.jsonl:1"), "{refused}");
+    assert!(refuses(folder, "data pack nowhere.txt --tokenizer bytes --out packed").contains("INPUT nowhere.txt: "));
 }

@@ -3,14 +3,29 @@
 use super::StatefulTensorMgr;
 use super::moves::file_pieces;
 use crate::error::{Error, Result};
+use crate::fence::Fence;
+use crate::ledger::Category;
+use crate::plan::{FILE_GRANULE, placed_bytes};
 use crate::units::{ChunkId, GroupId, Role};
-use castor_kernels::{DType, Stream, Tier, numeric};
+use castor_kernels::{DType, Span, Stream, Tier, numeric};
 use rayon::prelude::*;
+use std::ops::Range;
 
-/// Elements handled at once: bounds the host memory that loading takes.
-const PIECE: u64 = 1 << 22;
+/// Elements handled at once: bounds the host memory that loading takes, and stays in the caches of a CPU from its
+/// reading to its writing.
+const PIECE: u64 = 1 << 20;
 /// Elements that one thread converts at a time.
 const SLICE: usize = 1 << 14;
+
+/// Bytes that one thread copies at a time.
+const COPIED_AT_ONCE: usize = 1 << 20;
+
+/// A piece of a chunk between device and where it is wanted.
+struct Flying<'a> {
+    done: Fence,
+    stage: Span,
+    target: &'a mut [u8],
+}
 
 /// Gives elements of a group: `fill(first, out)` sets `out` to the elements from `first` on.
 pub type Fill<'a, E> = &'a mut dyn FnMut(u64, &mut [f32]) -> std::result::Result<(), E>;
@@ -32,8 +47,8 @@ impl StatefulTensorMgr {
         while first < begin + count {
             let piece = PIECE.min(begin + count - first);
             let values = &mut values[..piece as usize];
-            values.fill(0.0);
             let known = used.saturating_sub(first).min(piece);
+            values[known as usize..].fill(0.0);
             if known > 0 {
                 fill(first, &mut values[..known as usize])?;
             }
@@ -142,6 +157,84 @@ impl StatefulTensorMgr {
         Ok(out)
     }
 
+    /// Copies `ranges` of the raw bytes of what this rank stores of chunks to `out`, one after the other, with all
+    /// threads. Device memory passes through the pinned memory that the plan reserved for snapshots, where it did.
+    ///
+    /// # Errors
+    /// The backend's.
+    ///
+    /// # Panics
+    /// If `out` has another length than the ranges together.
+    pub fn read_ranges(&mut self, ranges: &[(ChunkId, Range<u64>)], out: &mut [u8]) -> Result<()> {
+        self.settle()?;
+        let stages = self.snapshot_stages();
+        let mut flying: Option<Flying> = None;
+        let mut rest = out;
+        for (chunk, range) in ranges {
+            let (mut part, after) = rest.split_at_mut((range.end - range.start) as usize);
+            rest = after;
+            let home = self.chunk(*chunk).home;
+            let mut source = home.part(range.start, range.end - range.start);
+            match (home.tier, stages) {
+                (Tier::Device, Some([mut stage, mut other])) => {
+                    if flying.as_ref().is_some_and(|flying| flying.stage.offset == stage.offset) {
+                        (stage, other) = (other, stage);
+                    }
+                    while source.bytes > 0 {
+                        let bytes = stage.bytes.min(source.bytes);
+                        let (target, after) = part.split_at_mut(bytes as usize);
+                        let landing = stage.part(0, bytes);
+                        let done =
+                            self.transfer.copy(Stream::DeviceToHost, source.part(0, bytes), landing, Fence::OPEN)?;
+                        // While this piece is on its way the one before goes on.
+                        if let Some(before) = flying.replace(Flying { done, stage: landing, target }) {
+                            self.land(before)?;
+                        }
+                        (part, source) = (after, source.part(bytes, source.bytes - bytes));
+                        (stage, other) = (other, stage);
+                    }
+                }
+                (Tier::Device, None) => self.backend.download(source, part)?,
+                (Tier::Host, _) => self.copy_out(source, part),
+                (Tier::Nvme, _) => {
+                    let begin = range.start / FILE_GRANULE * FILE_GRANULE;
+                    let padded = placed_bytes(Tier::Nvme, range.end - begin);
+                    let (stage, free) = self.take_staging(padded)?;
+                    let file = Span::new(Tier::Nvme, home.offset + begin, padded);
+                    let read = self.transfer.copy(Stream::NvmeRead, file, stage, free)?;
+                    self.join(read)?;
+                    self.copy_out(stage.part(range.start - begin, source.bytes), part);
+                    self.staging.give(stage, read);
+                }
+            }
+        }
+        assert!(rest.is_empty(), "{} bytes more than the ranges have", rest.len());
+        flying.map_or(Ok(()), |last| self.land(last))
+    }
+
+    /// The two halves of the pinned memory for snapshots.
+    fn snapshot_stages(&self) -> Option<[Span; 2]> {
+        let reserved = self.plan.fixed.host.iter().any(|(category, _)| *category == Category::Snapshot);
+        let stage = reserved.then(|| self.fixed(Tier::Host, Category::Snapshot))?;
+        Some([stage.part(0, stage.bytes / 2), stage.part(stage.bytes / 2, stage.bytes / 2)])
+    }
+
+    /// Takes a piece that has been on its way to where it is wanted.
+    fn land(&self, piece: Flying<'_>) -> Result<()> {
+        self.join(piece.done)?;
+        self.copy_out(piece.stage, piece.target);
+        Ok(())
+    }
+
+    /// Copies host memory that nobody writes now.
+    fn copy_out(&self, source: Span, out: &mut [u8]) {
+        // One core copies at a tenth of what the memory gives.
+        out.par_chunks_mut(COPIED_AT_ONCE).enumerate().for_each(|(index, out)| {
+            let part = source.part((index * COPIED_AT_ONCE) as u64, out.len() as u64);
+            self.backend.read_host(part, out);
+        });
+    }
+
     /// Replaces the raw bytes of what this rank stores of a chunk.
     ///
     /// # Errors
@@ -174,7 +267,7 @@ impl StatefulTensorMgr {
         Ok(())
     }
 
-    fn join(&self, fence: crate::fence::Fence) -> Result<()> {
+    fn join(&self, fence: Fence) -> Result<()> {
         for mark in fence.marks() {
             self.backend.join(mark)?;
         }
@@ -202,20 +295,26 @@ impl StatefulTensorMgr {
 
 /// `values` as bytes of `dtype`, in `buffer` where they must be converted.
 fn encode<'a>(values: &'a [f32], dtype: DType, buffer: &'a mut Vec<u8>) -> &'a [u8] {
-    let convert: fn(f32) -> u16 = match dtype {
-        DType::F32 => return bytemuck::cast_slice(values),
-        DType::Bf16 => numeric::round_bf16,
-        DType::F16 => numeric::round_f16,
-        DType::Rem16 => |value| numeric::split(value).1 as u16,
-        DType::F64 | DType::I32 | DType::Q8 => unreachable!("weights are not kept as {dtype:?}"),
-    };
+    if dtype == DType::F32 {
+        return bytemuck::cast_slice(values);
+    }
     buffer.resize(2 * values.len(), 0);
-    buffer.par_chunks_mut(2 * SLICE).zip(values.par_chunks(SLICE)).for_each(|(out, values)| {
-        for (out, value) in out.chunks_exact_mut(2).zip(values) {
-            out.copy_from_slice(&convert(*value).to_le_bytes());
+    match dtype {
+        DType::Bf16 => narrow(values, buffer, numeric::round_bf16),
+        DType::F16 => narrow(values, buffer, numeric::round_f16),
+        DType::Rem16 => narrow(values, buffer, |value| numeric::split(value).1 as u16),
+        DType::F32 | DType::F64 | DType::I32 | DType::Q8 => unreachable!("weights are not kept as {dtype:?}"),
+    }
+    buffer
+}
+
+/// Each type has a loop of its own, which the compiler can make wide.
+fn narrow(values: &[f32], out: &mut [u8], convert: impl Fn(f32) -> u16 + Sync) {
+    out.par_chunks_mut(2 * SLICE).zip(values.par_chunks(SLICE)).for_each(|(out, values)| {
+        for (out, value) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
+            *out = convert(*value).to_le_bytes();
         }
     });
-    buffer
 }
 
 fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {

@@ -145,6 +145,7 @@ impl StatefulTensorMgr {
         let behind = fixed.iter().find(|(_, category, _)| *category == Category::Activations);
         assert!(behind.is_none_or(|(_, _, span)| span.offset == window.end()), "what is lent lies behind the window");
         let workspace = carve(Tier::Device, Category::Workspace, backend.workspace_bytes());
+        ledger.reserve(Tier::Host, Category::Snapshot, placed_bytes(Tier::Host, plan.fixed.snapshot));
         for tier in Tier::ALL {
             backend.reserve(tier, ends[tier.index()], plan.budgets.nvme_folder.as_deref())?;
         }

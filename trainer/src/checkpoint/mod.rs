@@ -13,22 +13,29 @@
 //! by the rank whose shard it would be with everything sharded, whatever the plugin shards: the files depend on the
 //! number of shards alone (of ranks with the same shard the first writes), and a run of any number reads the element ranges that it stores ([`Checkpoint::restore`]).
 //!
+//! A save holds the run until the files are on disk, or, with snapshots, until the states are copied to host memory, from
+//! which threads write them while the run goes on. Either way it is one save at a time, and all ranks agree before the
+//! folder gets its name.
+//!
 //! What random numbers and rows come next follows from seed and step, so no generator is saved.
 
 mod export;
 mod facts;
 mod folder;
+mod in_flight;
 mod manifest;
 mod model;
 mod rank_file;
 mod restore;
 mod save;
+mod snapshot;
 
 pub use export::{export, stored};
 pub use facts::{Data, Facts};
 pub use model::save_model;
+pub(crate) use rank_file::bytes as rank_bytes;
 pub use restore::{Checkpoint, find};
-pub use save::{Saver, prepare, save};
+pub use save::{Saved, Saver, prepare, save};
 
 use crate::error::{Error, Result};
 use castor_kernels::Backend;

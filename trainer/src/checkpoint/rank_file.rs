@@ -42,7 +42,7 @@ fn shard_bytes(layout: &Layout, chunk: ChunkId) -> u64 {
 }
 
 /// Bytes of one rank's file.
-pub(super) fn bytes(layout: &Layout) -> u64 {
+pub(crate) fn bytes(layout: &Layout) -> u64 {
     chunks(layout).map(|chunk| shard_bytes(layout, chunk)).sum()
 }
 
@@ -67,16 +67,24 @@ fn ranges(dtype: DType, held: u64, first: u64, taken: u64) -> impl Iterator<Item
 /// If a tier or the file system refuses; with path, offset and bytes.
 pub(super) fn write(path: &Path, manager: &mut StatefulTensorMgr, own: u64) -> Result<Digest> {
     let mut file = Written::create(path)?;
-    let chunks: Vec<ChunkId> = chunks(manager.layout()).collect();
-    for chunk in chunks {
-        let (begin, held) = manager.stored_range(chunk);
-        let shard = manager.layout().shard_elements(chunk.group());
-        let bytes = manager.read_chunk(chunk)?;
-        for range in ranges(manager.dtype(chunk), held, shard * own - begin, shard) {
-            file.write(&bytes[range])?;
-        }
+    let mut bytes = Vec::new();
+    for part in parts(manager, own) {
+        bytes.resize((part.1.end - part.1.start) as usize, 0);
+        manager.read_ranges(&[part], &mut bytes)?;
+        file.write(&bytes)?;
     }
     file.finish()
+}
+
+/// Shard `own` of every chunk as ranges of what this rank stores, in the order of the file.
+pub(super) fn parts(manager: &StatefulTensorMgr, own: u64) -> Vec<(ChunkId, Range<u64>)> {
+    let of_chunk = |chunk: ChunkId| {
+        let (begin, held) = manager.stored_range(chunk);
+        let shard = manager.layout().shard_elements(chunk.group());
+        let ranges = ranges(manager.dtype(chunk), held, shard * own - begin, shard);
+        ranges.map(move |range| (chunk, range.start as u64..range.end as u64))
+    };
+    chunks(manager.layout()).flat_map(of_chunk).collect()
 }
 
 /// A file that is being written and summed.

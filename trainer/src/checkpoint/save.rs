@@ -1,20 +1,23 @@
-//! Saving: every rank writes its file, rank 0 makes a checkpoint of them and drops old ones.
+//! Saving: when a run saves, one save at a time, and what must be so before the first.
 
 use super::facts::Facts;
-use super::manifest::{self, Manifest};
-use super::rank_file::{self, Digest, Written};
-use super::{agree, failed, folder, model, share};
+use super::in_flight::{Advanced, InFlight, Job};
+use super::snapshot::Snapshot;
+use super::{failed, folder, model, rank_file};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::report::log::SaveRecord;
 use crate::settings::{Every, OutputSettings, Settings};
 use castor_runtime::layout::Layout;
 use castor_runtime::{Bytes, limits};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
 
 /// When a run saves, where, and how many checkpoints it keeps.
+///
+/// Of an engine with snapshots a save goes on beside the run: [`Saver::save`] returns once the states are copied, and
+/// [`Saver::advance`] and [`Saver::settle`] see to the rest.
 pub struct Saver {
     run_dir: PathBuf,
     every: Every,
@@ -22,21 +25,38 @@ pub struct Saver {
     facts: Facts,
     /// The step whose checkpoint the run goes on from.
     begun: Option<u64>,
-    /// The step that this session saved last.
+    /// The step that this session saved last, or is saving.
     saved: Option<u64>,
+    /// Where the states are copied to; none while it is being written, and on ranks that write nothing.
+    snapshot: Option<Snapshot>,
+    in_flight: Option<InFlight>,
+}
+
+/// What came of saving.
+#[derive(Debug, Default)]
+pub struct Saved {
+    /// Checkpoints that are on disk now.
+    pub records: Vec<SaveRecord>,
+    /// What to tell the user.
+    pub notices: Vec<String>,
 }
 
 impl Saver {
-    /// Saves as `output` asks. `begun` is the step whose checkpoint the run goes on from.
-    pub fn new(output: &OutputSettings, facts: Facts, begun: Option<u64>) -> Saver {
-        Saver {
+    /// Saves `engine` as `output` asks. `begun` is the step whose checkpoint the run goes on from.
+    ///
+    /// # Errors
+    /// If there is no memory for the snapshots that the engine was planned with.
+    pub fn new(output: &OutputSettings, facts: Facts, begun: Option<u64>, engine: &mut Engine) -> Result<Saver> {
+        Ok(Saver {
             run_dir: output.dir.clone(),
             every: output.save,
             limit: output.save_total_limit,
             facts,
             begun,
             saved: None,
-        }
+            snapshot: snapshot_of(engine)?,
+            in_flight: None,
+        })
     }
 
     /// Whether the run is to be saved after step `done` of `total`: as often as asked, and at the end.
@@ -44,27 +64,79 @@ impl Saver {
         self.every.is_due(done, total) || done == total && self.every != Every::Never
     }
 
-    /// Saves a run that ends early, if it is one that saves.
+    /// Saves a run that ends early, if it is one that saves, and waits until all is on disk.
     ///
     /// # Errors
     /// As [`Saver::save`].
-    pub fn save_interrupted(&mut self, engine: &mut Engine) -> Result<Vec<String>> {
-        if self.every == Every::Never { Ok(Vec::new()) } else { self.save(engine) }
+    pub fn save_interrupted(&mut self, engine: &mut Engine) -> Result<Saved> {
+        let mut saved = if self.every == Every::Never { Saved::default() } else { self.save(engine)? };
+        saved.extend(self.settle(engine)?);
+        Ok(saved)
     }
 
-    /// Saves the run as it is, unless it just did. All ranks must call it, after [`Engine::finish`]. Returns what to
-    /// tell the user.
+    /// Saves the run as it is, unless it just did; first waits for the save in flight. All ranks must call it, after
+    /// [`Engine::finish`].
     ///
     /// # Errors
     /// As [`save`].
-    pub fn save(&mut self, engine: &mut Engine) -> Result<Vec<String>> {
+    pub fn save(&mut self, engine: &mut Engine) -> Result<Saved> {
+        let mut saved = self.settle(engine)?;
         let step = engine.progress().step;
         if [self.begun, self.saved].contains(&Some(step)) {
-            return Ok(Vec::new());
+            return Ok(saved);
         }
-        let notices = save(&self.run_dir, &self.facts, self.limit, engine)?;
+        let job = job(&self.run_dir, &self.facts, self.limit, engine)?;
+        self.in_flight = Some(InFlight::begin(job, engine, &mut self.snapshot)?);
         self.saved = Some(step);
-        Ok(notices)
+        if !engine.options().snapshots {
+            saved.extend(self.settle(engine)?);
+        }
+        Ok(saved)
+    }
+
+    /// Whether this rank's part of the save in flight is done, so that [`Saver::advance`] would not wait for it.
+    pub fn is_ready(&self) -> bool {
+        self.in_flight.as_ref().is_some_and(InFlight::is_ready)
+    }
+
+    /// Takes the save in flight a stage further: for when all ranks are ready. All ranks must call it.
+    ///
+    /// # Errors
+    /// As [`save`].
+    pub fn advance(&mut self, engine: &mut Engine) -> Result<Saved> {
+        let mut saved = Saved::default();
+        if let Some(save) = self.in_flight.take() {
+            match save.advance(&**engine.manager().backend(), &mut self.snapshot)? {
+                Advanced::Goes(save) => self.in_flight = Some(save),
+                Advanced::Saved(record, notices) => {
+                    saved.records.push(record);
+                    saved.notices = notices;
+                }
+            }
+        }
+        Ok(saved)
+    }
+
+    /// Waits until no save is in flight. All ranks must call it.
+    ///
+    /// # Errors
+    /// As [`save`].
+    pub fn settle(&mut self, engine: &mut Engine) -> Result<Saved> {
+        let mut saved = Saved::default();
+        while self.in_flight.is_some() {
+            saved.extend(self.advance(engine)?);
+        }
+        Ok(saved)
+    }
+
+    /// The run has failed: makes a checkpoint of what is in flight if that takes no other rank. Returns what to tell
+    /// the user.
+    pub fn rescue(&mut self, engine: &mut Engine) -> Vec<String> {
+        let world = engine.manager().backend().world();
+        match self.in_flight.take() {
+            Some(save) => save.rescue(world),
+            None => Vec::new(),
+        }
     }
 
     /// Writes the final weights: as [`save_model`](super::save_model), which all ranks must call. What was just
@@ -72,7 +144,11 @@ impl Saver {
     ///
     /// # Errors
     /// As [`save_model`](super::save_model).
+    ///
+    /// # Panics
+    /// If a save is in flight.
     pub fn save_model(&self, tokenizer: &str, engine: &mut Engine) -> Result<PathBuf> {
+        assert!(self.in_flight.is_none(), "a save is in flight");
         let step = engine.progress().step;
         if self.saved != Some(step) {
             return model::save_model(&self.run_dir, tokenizer, engine);
@@ -84,8 +160,16 @@ impl Saver {
     }
 }
 
+impl Saved {
+    fn extend(&mut self, later: Saved) {
+        self.records.extend(later.records);
+        self.notices.extend(later.notices);
+    }
+}
+
 /// Writes a checkpoint of `engine` into `run_dir`; once it is on disk, of the others those of the lowest steps are
-/// removed until `limit` are left. All ranks must call it, after [`Engine::finish`]. Returns what to tell the user.
+/// removed until `limit` are left. All ranks must call it, after [`Engine::finish`]. Returns what to tell the user,
+/// on rank 0.
 ///
 /// # Errors
 /// If a rank cannot write: on every rank, with path and bytes. Checkpoints that were there before still are, and
@@ -94,90 +178,29 @@ impl Saver {
 /// # Panics
 /// If a step is open.
 pub fn save(run_dir: &Path, facts: &Facts, limit: Option<u64>, engine: &mut Engine) -> Result<Vec<String>> {
-    assert!(engine.finish()?.is_none(), "a step is open: its outcome would be lost");
-    let began = Instant::now();
+    let mut snapshot = snapshot_of(engine)?;
+    let mut save = InFlight::begin(job(run_dir, facts, limit, engine)?, engine, &mut snapshot)?;
     let backend = Arc::clone(engine.manager().backend());
-    let rank = u64::from(backend.rank());
-    let step = engine.progress().step;
-    let unfinished = folder::unfinished(run_dir, step);
-    agree(&*backend, if rank == 0 { begin(run_dir, &unfinished) } else { Ok(()) })?;
-    // Ranks beyond the first of each shard hold the same again.
-    let shards = backend.shards() as usize;
-    let written = match rank < shards as u64 {
-        true => rank_file::write(&unfinished.join(rank_file::name(rank)), engine.manager(), rank)
-            .map(|digest| format!("{} {:016x}", digest.bytes, digest.xxh3)),
-        false => Ok(String::new()),
-    };
-    let saved = share(&*backend, written).and_then(|digests| match rank {
-        0 => agree(&*backend, complete(run_dir, &unfinished, facts, engine, &digests[..shards])),
-        _ => agree(&*backend, Ok(())),
-    });
-    if let Err(error) = saved {
-        if rank == 0 {
-            // The first error is the one to report; what cannot be removed now goes at the next save.
-            let _ = folder::remove(&unfinished);
+    loop {
+        match save.advance(&*backend, &mut snapshot)? {
+            Advanced::Goes(next) => save = next,
+            Advanced::Saved(_, notices) => return Ok(notices),
         }
-        return Err(error);
     }
-    let mut notices = Vec::new();
-    if rank == 0 {
-        let (place, bytes) = (folder::of_step(run_dir, step), rank_file::bytes(engine.manager().layout()));
-        let seconds = began.elapsed().as_secs_f64();
-        notices.push(format!("saved {} ({} per rank in {seconds:.2} s)", place.display(), Bytes(bytes)));
-        notices.extend(prune(run_dir, step, limit));
-    }
-    Ok(notices)
 }
 
-/// Makes the folder to write into.
-fn begin(run_dir: &Path, unfinished: &Path) -> Result<()> {
-    folder::clean(run_dir)?;
-    fs::create_dir_all(unfinished).map_err(|error| failed(unfinished, "create", &error))
+/// What there is to save, once no step is open.
+fn job(run_dir: &Path, facts: &Facts, limit: Option<u64>, engine: &mut Engine) -> Result<Job> {
+    assert!(engine.finish()?.is_none(), "a step is open: its outcome would be lost");
+    Ok(Job::of(run_dir, facts, limit, engine))
 }
 
-/// All ranks' files are on disk: adds what is missing, and gives the folder its name.
-fn complete(run_dir: &Path, unfinished: &Path, facts: &Facts, engine: &mut Engine, digests: &[String]) -> Result<()> {
-    let mut files = Vec::new();
-    for (rank, said) in (0..).zip(digests) {
-        let name = rank_file::name(rank);
-        let digest = parse(said).ok_or_else(|| Error::Failed(format!("rank {rank} runs another version of castor")))?;
-        let path = unfinished.join(&name);
-        if fs::metadata(&path).map_or(true, |file| file.len() != digest.bytes) {
-            return Err(Error::Failed(format!(
-                "{}: rank {rank} wrote it, and rank 0 does not see it; --output_dir must be one folder for all hosts",
-                path.display()
-            )));
-        }
-        files.push((name, digest));
-    }
-    let options = engine.options();
-    let mut config = Written::create(&unfinished.join(manifest::CONFIG))?;
-    config.write(format!("{:#}\n", options.config.to_json("float32")).as_bytes())?;
-    files.push((manifest::CONFIG.into(), config.finish()?));
-    let progress = engine.progress();
-    Manifest::new(progress, options.formats, facts.clone(), digests.len() as u64, files).write(unfinished)?;
-    folder::put_in_place(unfinished, &folder::of_step(run_dir, progress.step))
-}
-
-fn parse(digest: &str) -> Option<Digest> {
-    let (bytes, xxh3) = digest.split_once(' ')?;
-    Some(Digest { bytes: bytes.parse().ok()?, xxh3: u64::from_str_radix(xxh3, 16).ok()? })
-}
-
-/// Removes checkpoints of the lowest steps until `limit` are left; never the one of step `new`.
-fn prune(run_dir: &Path, new: u64, limit: Option<u64>) -> Vec<String> {
-    let Some(limit) = limit else { return Vec::new() };
-    let others = || -> Result<Vec<u64>> {
-        let mut steps = folder::steps(run_dir)?;
-        // What is no checkpoint is not ours to remove, and does not count.
-        steps.retain(|step| *step != new && folder::of_step(run_dir, *step).join(manifest::FILE).exists());
-        let surplus = (steps.len() as u64 + 1).saturating_sub(limit.max(1)) as usize;
-        steps.truncate(surplus);
-        Ok(steps)
-    };
-    let removed = others().and_then(|steps| steps.into_iter().try_for_each(|step| folder::remove_step(run_dir, step)));
-    // The run is saved; an old checkpoint too many is no reason to end it.
-    removed.err().map(|error| format!("an old checkpoint stays: {error}")).into_iter().collect()
+/// The memory for this rank's snapshots, if the engine was planned with them and this rank writes.
+fn snapshot_of(engine: &mut Engine) -> Result<Option<Snapshot>> {
+    let wanted = engine.options().snapshots;
+    let manager = engine.manager();
+    let (rank, layout) = (u64::from(manager.backend().rank()), manager.layout());
+    (wanted && rank < layout.shards).then(|| Snapshot::new(rank_file::bytes(layout))).transpose()
 }
 
 /// Makes a run's folder ready: it is there, free of what crashes left, files can be written, and a checkpoint and the

@@ -68,6 +68,56 @@ fn published_hugging_face_commands() {
 }
 
 #[test]
+fn what_fine_tuning_scripts_say() {
+    for (word, fused) in [
+        ("sdpa", true),
+        ("flash_attention_2", true),
+        ("fa2", true),
+        ("auto", true),
+        ("eager", false),
+        ("disabled", false),
+    ] {
+        let settings = train(&format!("--attn_implementation {word}"));
+        assert_eq!((settings.memory.flash_attention, settings.notices.len()), (fused, 0), "{word}");
+    }
+    refused("train --attn-implementation paged", "sdpa or flash_attention_2, was expected");
+    let always = ["packing", "eval_packing", "completion_only_loss", "assistant_only_loss"];
+    for name in always {
+        for flag in [format!("--{name}"), format!("--{name} True"), format!("--{}=yes", name.replace('_', "-"))] {
+            let notices = train(&flag).notices;
+            assert!(matches!(&notices[..], [line] if line.contains(&format!("--{name}"))), "{flag}: {notices:?}");
+        }
+        refused(&format!("train --no_{name}"), &format!("--{name} false is not offered"));
+        refused(&format!("train --{name} False"), "is not offered");
+    }
+    let more = "--dataset_num_proc 4 --dtype bfloat16 --packing_strategy wrapped --pad_token <pad> --use_peft False";
+    assert_eq!(train(more).notices.len(), 5);
+    refused("train --use_peft", "every weight is trained");
+    refused("train --load_in_4bit", "weights are trained in full");
+}
+
+/// Who names how many tokens to draw from wants a draw.
+#[test]
+fn a_sample_draws_when_it_is_asked_to() {
+    for (flags, temperature, notices) in [
+        ("", 0.0, 0),
+        ("--top_k 5", 1.0, 1),
+        ("--top_k 0", 0.0, 0),
+        ("--top_k 5 --temperature 0", 0.0, 0),
+        ("--top_k 5 --temperature 0.7", 0.7, 0),
+    ] {
+        let Ok(Command::Sample { settings, request }) = line(&format!("sample m --prompt a --seed 3 {flags}")) else {
+            panic!("{flags}")
+        };
+        assert_eq!((request.choice.temperature, settings.notices.len()), (temperature, notices), "{flags}");
+        assert_eq!(request.choice.seed, 3);
+    }
+    let Ok(Command::Text(help)) = line("sample --help") else { panic!("no help") };
+    assert!(help.contains("Seed of what is drawn [42]") && !help.contains("row order"), "{help}");
+    assert!(help.contains("1 with --top_k") && !help.contains("[default: 0]\n      --top_k"), "{help}");
+}
+
+#[test]
 fn published_colossalai_commands() {
     let long = train(
         "--config c.json --plugin gemini_cuda --batch_size 28 --lr 2e-5 --weigth_decay 0.01 --warmup_steps 2 \

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::DataSpec;
 use super::format::ending;
 use crate::error::{Error, Result};
 
@@ -20,9 +21,10 @@ const DEPTH_MAX: usize = 64;
 ///
 /// # Errors
 /// If an input names nothing.
-pub(super) fn expand(inputs: &[String], notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
+pub(super) fn expand(spec: &DataSpec, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
+    let (inputs, flag) = (&spec.inputs, spec.flag);
     if inputs.is_empty() {
-        return Err(Error::Usage("no data: give --data with a text, jsonl or token file, a folder or a glob".into()));
+        return Err(Error::Usage(format!("no data: give {flag} with a text, jsonl or token file, a folder or a glob")));
     }
     let mut all: Vec<PathBuf> = Vec::new();
     for input in inputs {
@@ -30,11 +32,11 @@ pub(super) fn expand(inputs: &[String], notices: &mut Vec<String>) -> Result<Vec
         let found = if path.is_file() {
             vec![path.to_path_buf()]
         } else if path.is_dir() {
-            folder(path, notices)?
+            folder(path, flag, notices)?
         } else if input.contains(['*', '?']) {
-            glob(input)?
+            glob(input, flag)?
         } else {
-            return Err(Error::Usage(format!("--data {input}: there is no such file or folder")));
+            return Err(Error::Usage(format!("{flag} {input}: there is no such file or folder")));
         };
         for path in found {
             // An .idx stands for the .bin beside it.
@@ -47,7 +49,7 @@ pub(super) fn expand(inputs: &[String], notices: &mut Vec<String>) -> Result<Vec
     Ok(all)
 }
 
-fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
+fn folder(root: &Path, flag: &str, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     walk(root, 0, &mut files)?;
     let total = files.len();
@@ -61,7 +63,7 @@ fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
     });
     if files.is_empty() {
         return Err(Error::Usage(format!(
-            "--data {}: none of its {total} files ends in .{}; a glob such as '{0}/**/*.rs' takes any text file",
+            "{flag} {}: none of its {total} files ends in .{}; a glob such as '{0}/**/*.rs' takes any text file",
             root.display(),
             FOLDER_ENDINGS.join(", .")
         )));
@@ -78,7 +80,7 @@ fn folder(root: &Path, notices: &mut Vec<String>) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-fn glob(pattern: &str) -> Result<Vec<PathBuf>> {
+fn glob(pattern: &str, flag: &str) -> Result<Vec<PathBuf>> {
     let parts: Vec<&str> = pattern.split('/').collect();
     let plain = parts.iter().take_while(|part| !part.contains(['*', '?'])).count();
     let root = match parts[..plain].join("/") {
@@ -96,7 +98,7 @@ fn glob(pattern: &str) -> Result<Vec<PathBuf>> {
         matches(&parts[plain..], &names)
     });
     if files.is_empty() {
-        return Err(Error::Usage(format!("--data {pattern}: no file matches")));
+        return Err(Error::Usage(format!("{flag} {pattern}: no file matches")));
     }
     files.sort();
     Ok(files)
@@ -169,13 +171,14 @@ mod tests {
         }
         let mut notices = Vec::new();
         let root = folder.path().display().to_string();
-        let found = expand(&[root.clone(), format!("{root}/*.txt")], &mut notices).unwrap();
+        let found = expand(&DataSpec::new(vec![root.clone(), format!("{root}/*.txt")]), &mut notices).unwrap();
         let names: Vec<_> = found.iter().map(|p| p.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["a.txt", "b.jsonl", "b.jsonl.gz", "c.parquet"]);
         assert!(notices[0].contains("4 of 6 files"), "{notices:?}");
         for missing in ["nowhere.txt".to_string(), format!("{root}/*.py")] {
-            assert!(expand(std::slice::from_ref(&missing), &mut notices).unwrap_err().to_string().contains(&missing));
+            let spec = DataSpec::new(vec![missing.clone()]);
+            assert!(expand(&spec, &mut notices).unwrap_err().to_string().contains(&missing));
         }
-        assert!(expand(&[], &mut notices).is_err());
+        assert!(expand(&DataSpec::new(vec![]), &mut notices).is_err());
     }
 }

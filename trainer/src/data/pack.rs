@@ -47,7 +47,7 @@ pub fn pack(spec: &DataSpec, tokenizer: &Tokenizer, folder: &Path) -> Result<Pac
         return Err(Error::Usage(format!("{}: exists already; choose another --out", old.display())));
     }
     let mut notices = Vec::new();
-    let inputs = files::expand(&spec.inputs, &mut notices)?;
+    let inputs = files::expand(spec, &mut notices)?;
     if let Some(packed) = inputs.iter().find(|path| tokens::is_token_file(path)) {
         return Err(Error::Usage(format!("{}: holds tokens already", packed.display())));
     }
@@ -55,7 +55,7 @@ pub fn pack(spec: &DataSpec, tokenizer: &Tokenizer, folder: &Path) -> Result<Pac
     let mut output = Output::create(&path, tokenizer.vocabulary() > 1 << 16)?;
     let documents = text::tokenize(spec, tokenizer, &inputs, &mut notices, &mut |ids| output.write(ids))?.documents;
     if output.count == 0 {
-        return Err(text::refuse_empty(inputs.len(), &notices));
+        return Err(text::refuse_empty(spec, inputs.len(), &notices));
     }
     let (tokens, counted) = output.finish()?;
     let manifest = json!({

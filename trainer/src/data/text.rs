@@ -86,10 +86,10 @@ pub(super) fn tokenize(
 }
 
 /// The refusal of texts without a token, with what was left out of them.
-pub(super) fn refuse_empty(files: usize, notices: &[String]) -> Error {
+pub(super) fn refuse_empty(spec: &DataSpec, files: usize, notices: &[String]) -> Error {
     let why: String = notices.iter().map(|notice| format!("; {notice}")).collect();
     let files = counted(files as u64, "files");
-    Error::Usage(format!("the data is empty: no token was found in {files}{why}; give --data with text"))
+    Error::Usage(format!("the data is empty: no token was found in {files}{why}; give {} with text", spec.flag))
 }
 
 impl Reader<'_> {

@@ -36,7 +36,7 @@ pub struct Tokenizer {
 enum Kind {
     Bytes,
     /// The second: remembered words, where they can be known.
-    File(Box<tokenizers::Tokenizer>, Option<Words>),
+    File(Box<tokenizers::Tokenizer>, Option<Box<Words>>),
 }
 
 impl Tokenizer {
@@ -121,7 +121,14 @@ impl Tokenizer {
         let eos = special("eos_token", &named.eos, EOS_NAMES)?;
         let text = |id: Option<u32>| id.and_then(|id| inner.id_to_token(id)).unwrap_or_default();
         let chat = ChatTemplate::new(named.chat, text(bos), text(eos));
-        Ok(Tokenizer { bos, eos, vocabulary, name, chat, kind: Kind::File(Box::new(inner), Words::of(file)) })
+        Ok(Tokenizer {
+            bos,
+            eos,
+            vocabulary,
+            name,
+            chat,
+            kind: Kind::File(Box::new(inner), Words::of(file).map(Box::new)),
+        })
     }
 
     /// Appends the ids of `text` alone to `ids`.

@@ -1,10 +1,15 @@
 //! The ids of words, remembered: most of a text is words that were seen before.
 //!
 //! Byte-level tokenizers cut text into words before anything else, and never join what such a cut has parted. So a
-//! text may be cut at those places beforehand and each piece looked up; only new pieces go through the tokenizer. The
-//! ids are those of the whole text. It holds for the ways of cutting that are known here and for no others
-//! ([`Words::of`]).
+//! text may be cut at those places beforehand and each piece looked up; only new pieces are encoded, those of
+//! ASCII here ([`Cuts`], [`Bpe`]) and the rest by the tokenizer. The ids are those of the whole text. It holds for the ways of cutting that
+//! are known here and for no others ([`Words::of`]).
+//!
+//! A thread that encodes has a small memory of its own, which fits its core's cache; what is rare and costs much is in one
+//! that all share.
 
+use super::bpe::{Bpe, WORD_BYTES_MAX, is_plain};
+use super::cuts::Cuts;
 use parking_lot::Mutex;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -26,7 +31,11 @@ type Shard = HashMap<Box<str>, Box<[u32]>, Xxh3DefaultBuilder>;
 
 /// Pieces of text and their ids.
 pub(super) struct Words {
+    /// Memories that no thread is using.
+    recent: Mutex<Vec<Recent>>,
     shards: Vec<Mutex<Shard>>,
+    bpe: Option<Bpe>,
+    cuts: Cuts,
     /// Whether digits are cut off first: a blank before one is then no word's.
     digits: bool,
     /// Added tokens, by their first byte.
@@ -54,10 +63,14 @@ impl Words {
                 && expression.is_some_and(|expression| KNOWN.contains(&expression))
         };
         let cuts = &file["pre_tokenizer"];
+        let mut words = Cuts::Gpt2;
         let digits = match cuts["pretokenizers"].as_array().map(Vec::as_slice) {
             None if by_words(cuts) => false,
             Some([one]) if by_words(one) => false,
-            Some([first, second]) if split(first) && byte_level(second) => false,
+            Some([first, second]) if split(first) && byte_level(second) => {
+                words = if first["pattern"]["Regex"] == KNOWN[0] { Cuts::Llama3 } else { Cuts::Gpt2 };
+                false
+            }
             Some([first, second]) if first["type"] == "Digits" && by_words(second) => true,
             _ => return None,
         };
@@ -65,7 +78,14 @@ impl Words {
         for token in file["added_tokens"].as_array()?.iter().filter_map(|token| token["content"].as_str()) {
             added.entry(*token.as_bytes().first()?).or_default().push(token.into());
         }
-        Some(Words { shards: (0..SHARDS).map(|_| Mutex::default()).collect(), digits, added })
+        Some(Words {
+            recent: Mutex::default(),
+            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
+            bpe: Bpe::of(&file["model"]),
+            cuts: words,
+            digits,
+            added,
+        })
     }
 
     fn holds_added(&self, text: &str) -> bool {
@@ -93,27 +113,77 @@ impl Words {
             ids.extend(encode(text)?);
             return Ok(());
         }
+        let mut recent = self.recent.lock().pop().unwrap_or_default();
         let mut rest = text;
         while !rest.is_empty() {
             let (piece, after) = rest.split_at(self.end(rest));
+            let key = Recent::key(rest, piece.len());
             rest = after;
-            if piece.len() > PIECE_BYTES_MAX {
-                ids.extend(encode(piece)?);
+            if key.is_some_and(|key| recent.get(key, ids)) {
                 continue;
             }
-            let shard = &self.shards[xxh3_64(piece.as_bytes()) as usize % SHARDS];
-            if let Some(known) = shard.lock().get(piece) {
-                ids.extend_from_slice(known);
-                continue;
+            let before = ids.len();
+            if !self.encode_plain(piece, ids) {
+                self.encode_other(piece, ids, &encode)?;
             }
-            let new = encode(piece)?;
-            ids.extend_from_slice(&new);
-            let mut shard = shard.lock();
-            if shard.len() >= SHARD_PIECES_MAX {
-                shard.clear();
+            if let Some(key) = key {
+                recent.put(key, &ids[before..]);
             }
-            shard.insert(piece.into(), new.into());
         }
+        self.recent.lock().push(recent);
+        Ok(())
+    }
+
+    /// Appends the ids of a piece of plain bytes whose words are not too long. False if it is anything else.
+    fn encode_plain(&self, piece: &str, ids: &mut Vec<u32>) -> bool {
+        let (mut rest, before) = (piece.as_bytes(), ids.len());
+        let Some(bpe) = self.bpe.as_ref().filter(|_| rest.iter().all(|byte| is_plain(*byte))) else { return false };
+        while !rest.is_empty() {
+            // Digits that are cut off first leave texts of their own between them.
+            let alone = |byte: &u8| self.digits && byte.is_ascii_digit();
+            let text = match rest.iter().position(alone) {
+                Some(0) => &rest[..1],
+                Some(at) => &rest[..at],
+                None => rest,
+            };
+            rest = &rest[text.len()..];
+            let mut text = text;
+            while !text.is_empty() {
+                let (word, after) = text.split_at(self.cuts.end(text));
+                text = after;
+                if word.len() > WORD_BYTES_MAX {
+                    ids.truncate(before);
+                    return false;
+                }
+                bpe.encode(word, ids);
+            }
+        }
+        true
+    }
+
+    /// Appends the ids of any piece, remembered or new.
+    fn encode_other<E>(
+        &self,
+        piece: &str,
+        ids: &mut Vec<u32>,
+        encode: impl Fn(&str) -> Result<Vec<u32>, E>,
+    ) -> Result<(), E> {
+        if piece.len() > PIECE_BYTES_MAX {
+            ids.extend(encode(piece)?);
+            return Ok(());
+        }
+        let shard = &self.shards[xxh3_64(piece.as_bytes()) as usize % SHARDS];
+        if let Some(known) = shard.lock().get(piece) {
+            ids.extend_from_slice(known);
+            return Ok(());
+        }
+        let new = encode(piece)?;
+        ids.extend_from_slice(&new);
+        let mut shard = shard.lock();
+        if shard.len() >= SHARD_PIECES_MAX {
+            shard.clear();
+        }
+        shard.insert(piece.into(), new.into());
         Ok(())
     }
 
@@ -147,6 +217,74 @@ impl Words {
     }
 }
 
+/// Short pieces that one thread met lately: each has one place, and whoever comes next takes it.
+struct Recent {
+    places: Vec<Place>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Place {
+    /// See [`Recent::key`]; no piece has 0.
+    key: u128,
+    ids: [u32; Recent::IDS],
+    count: u32,
+}
+
+impl Recent {
+    /// Places; all of them take a megabyte.
+    const PLACES: usize = 1 << 15;
+    /// Ids of a piece, at most.
+    const IDS: usize = 3;
+
+    /// The bytes of the piece with which `text` begins and their number; `None` if there are too many.
+    fn key(text: &str, length: usize) -> Option<u128> {
+        if length > 15 {
+            return None;
+        }
+        let bytes = match text.as_bytes().first_chunk::<16>() {
+            Some(bytes) => *bytes,
+            None => {
+                let mut bytes = [0; 16];
+                bytes[..length].copy_from_slice(&text.as_bytes()[..length]);
+                bytes
+            }
+        };
+        let kept = u128::from_le_bytes(bytes) & ((1 << (8 * length)) - 1);
+        Some(kept | (length as u128) << 120)
+    }
+
+    const fn place(key: u128) -> usize {
+        let mixed = ((key as u64) ^ ((key >> 64) as u64).rotate_left(29)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        (mixed >> 49) as usize
+    }
+
+    /// Appends the ids of a piece that is remembered.
+    fn get(&self, key: u128, ids: &mut Vec<u32>) -> bool {
+        let place = &self.places[Recent::place(key)];
+        if place.key != key {
+            return false;
+        }
+        // All of them at once is quicker than a number that is not known beforehand.
+        ids.extend_from_slice(&place.ids);
+        ids.truncate(ids.len() - Recent::IDS + place.count as usize);
+        true
+    }
+
+    fn put(&mut self, key: u128, ids: &[u32]) {
+        if ids.len() <= Recent::IDS {
+            let place = &mut self.places[Recent::place(key)];
+            *place = Place { key, count: ids.len() as u32, ..Place::default() };
+            place.ids[..ids.len()].copy_from_slice(ids);
+        }
+    }
+}
+
+impl Default for Recent {
+    fn default() -> Recent {
+        Recent { places: vec![Place::default(); Recent::PLACES] }
+    }
+}
+
 /// Bytes as the expressions tell them apart.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
@@ -161,6 +299,10 @@ enum Class {
 
 impl Class {
     const fn of(byte: u8) -> Class {
+        CLASSES[byte as usize]
+    }
+
+    const fn find(byte: u8) -> Class {
         match byte {
             b'a'..=b'z' | b'A'..=b'Z' => Class::Letter,
             b'0'..=b'9' => Class::Digit,
@@ -170,6 +312,17 @@ impl Class {
         }
     }
 }
+
+/// [`Class::find`] of every byte.
+static CLASSES: [Class; 256] = {
+    let mut classes = [Class::Other; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        classes[byte] = Class::find(byte as u8);
+        byte += 1;
+    }
+    classes
+};
 
 /// Whether every known expression cuts between two neighbours: none goes from a letter, a digit or a mark to what is
 /// listed here.

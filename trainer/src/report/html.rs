@@ -9,6 +9,7 @@ use super::chart::{Point, Stack, escape, grouped, line, stacked};
 use super::log::Run;
 use super::memory::{MemoryReport, TierReport};
 use super::style::mib;
+use crate::error::counted;
 
 /// Number of colours in the style sheet; later categories share the last one's neutral.
 const COLOURS: usize = 8;
@@ -84,6 +85,10 @@ fn tiles(log: Option<&Run>, memory: Option<&MemoryReport>) -> String {
         tile(&mut html, "Loss", &grouped(last.loss, 4), &format!("from {}", grouped(first.loss, 4)));
         let rate = run.tokens_per_second().map_or("n/a".into(), |rate| grouped(rate, 0));
         tile(&mut html, "Tokens per second", &rate, "steady, all ranks");
+        if let Some((saves, seconds, held)) = run.saving() {
+            let note = format!("for {}, {} s of writing", counted(saves as u64, "checkpoints"), grouped(seconds, 2));
+            tile(&mut html, "Waited for saves", &format!("{} s", grouped(held, 2)), &note);
+        }
     }
     if let Some(memory) = memory {
         let (step, stall) = (memory.step_seconds, memory.stall_seconds_per_step);

@@ -25,6 +25,8 @@ enum Line {
     Step(StepRecord),
     /// An evaluation.
     Evaluation(EvaluationRecord),
+    /// A checkpoint that is on disk.
+    Save(SaveRecord),
     /// Ends a session: its metrics, or why it ended.
     Footer { results: Value },
 }
@@ -39,6 +41,19 @@ pub struct EvaluationRecord {
     pub loss: f64,
     /// Tokens that count.
     pub tokens: u64,
+}
+
+/// A checkpoint that was written.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SaveRecord {
+    /// The step that it is of.
+    pub step: u64,
+    /// Bytes of each rank's file.
+    pub bytes: u64,
+    /// Seconds from its beginning until it was on disk under its name.
+    pub seconds: f64,
+    /// Seconds of those for which the run waited.
+    pub held_seconds: f64,
 }
 
 /// The log while it is written. Each line is on disk, as far as the system is concerned, before the next step.
@@ -79,6 +94,14 @@ impl RunLog {
     /// [`Error::Failed`] with path and reason.
     pub fn evaluation(&mut self, record: &EvaluationRecord) -> Result<()> {
         self.line(&Line::Evaluation(*record))
+    }
+
+    /// Writes a save.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with path and reason.
+    pub fn save(&mut self, record: &SaveRecord) -> Result<()> {
+        self.line(&Line::Save(*record))
     }
 
     /// Ends the session.
@@ -128,6 +151,7 @@ impl RunLog {
                 Ok(Line::Evaluation(record)) => {
                     evaluations.insert(record.step, record);
                 }
+                Ok(Line::Save(record)) => run.saves.push(record),
                 Err(_) if cut && index + 1 == lines.len() => {}
                 Err(error) => {
                     return Err(Error::Usage(format!("{}, line {}: {error}", path.display(), index + 1)));
@@ -149,11 +173,19 @@ pub struct Run {
     pub steps: Vec<StepRecord>,
     /// Every evaluation, in order.
     pub evaluations: Vec<EvaluationRecord>,
+    /// Every save of all sessions, in the order in which they ended.
+    pub saves: Vec<SaveRecord>,
     /// The last session's end; none if it never got there.
     pub footer: Option<Value>,
 }
 
 impl Run {
+    /// How often the run was saved, the seconds that took in all, and for how many of those it waited.
+    pub fn saving(&self) -> Option<(usize, f64, f64)> {
+        let sum = |of: fn(&SaveRecord) -> f64| self.saves.iter().map(of).sum::<f64>();
+        (!self.saves.is_empty()).then(|| (self.saves.len(), sum(|save| save.seconds), sum(|save| save.held_seconds)))
+    }
+
     /// Tokens per second over the last steady steps.
     pub fn tokens_per_second(&self) -> Option<f64> {
         let mut rate = Rate::default();
@@ -214,6 +246,9 @@ mod tests {
         }
         log.step(&record(5, f64::NAN)).unwrap();
         log.evaluation(&EvaluationRecord { step: 5, loss: 2.5, tokens: 7 }).unwrap();
+        for step in [3, 5] {
+            log.save(&SaveRecord { step, bytes: 100, seconds: 2.0, held_seconds: 0.25 }).unwrap();
+        }
         log.end(json!({"train_loss": 1.5})).unwrap();
         let run = RunLog::read(&run_dir).unwrap().unwrap();
         assert_eq!(run.header, json!({"session": 2}));
@@ -225,6 +260,7 @@ mod tests {
         assert!(run.evaluations[0].loss.is_nan());
         assert_eq!(run.evaluations[2], EvaluationRecord { step: 5, loss: 2.5, tokens: 7 });
         assert_eq!(run.footer, Some(json!({"train_loss": 1.5})));
+        assert_eq!(run.saving(), Some((2, 4.0, 0.5)));
     }
 
     #[test]

@@ -19,7 +19,7 @@ mod style;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use log::RunLog;
 use memory::MemoryReport;
 
@@ -71,6 +71,10 @@ pub fn summary(log: Option<&log::Run>, memory: Option<&MemoryReport>) -> String 
             skipped,
             run.tokens_per_second().map_or("n/a".into(), |rate| format!("{rate:.0}")),
         );
+    }
+    if let Some((saves, seconds, held)) = log.and_then(log::Run::saving) {
+        let saves = counted(saves as u64, "checkpoints");
+        let _ = writeln!(text, "{saves} written in {seconds:.2} s, for {held:.2} s of which the run waited");
     }
     let Some(memory) = memory else {
         return text;

@@ -6,9 +6,9 @@ use std::time::Duration;
 use super::raw::Raw;
 use super::values::{boolean, size};
 use super::{
-    BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings, OptimizerKind,
-    OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind, ScheduleSettings,
-    Settings, ShardSize, StateFormat, Warmup,
+    AsyncSave, BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings,
+    OptimizerKind, OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind,
+    ScheduleSettings, Settings, ShardSize, StateFormat, Warmup,
 };
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
@@ -77,6 +77,7 @@ fn tokenizer(raw: &Raw) -> String {
 fn data(raw: &Raw) -> Result<DataSpec> {
     Ok(DataSpec {
         inputs: raw.values("data"),
+        flag: "--data",
         text_field: raw.values("text_field").concat(),
         on_bad_record: raw.choice("on_bad_record", &[("stop", OnBadRecord::Stop), ("skip", OnBadRecord::Skip)])?,
         token_format: match raw.values("token_format").is_empty() {
@@ -254,12 +255,23 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
                 ("selective", Recompute::Selective),
             ],
         )?,
-        flash_attention: switch(raw, "flash_attention")?,
+        flash_attention: flash_attention(raw)?,
         prefetch: raw.parse("prefetch", "auto or a size", |text| match text {
             "auto" => Some(None),
             text => size(text).map(Some),
         })?,
         warmup_steps: count(raw, "warmup_steps_memory", 1)?,
+    })
+}
+
+/// Hugging Face's and LLaMA-Factory's names of implementations say whether S×S is written.
+fn flash_attention(raw: &Raw) -> Result<bool> {
+    raw.parse("flash_attention", "true or false, or eager, sdpa or flash_attention_2,", |text| {
+        match text.to_ascii_lowercase().as_str() {
+            "sdpa" | "flash_attention_2" | "flash_attention_3" | "fa2" | "fa3" | "auto" => Some(true),
+            "eager" | "disabled" => Some(false),
+            other => boolean(other),
+        }
     })
 }
 
@@ -276,6 +288,10 @@ fn output(raw: &Raw) -> Result<OutputSettings> {
     Ok(OutputSettings {
         dir: raw.values("output_dir").concat().into(),
         save: every("save_steps")?,
+        async_save: raw.parse("async_save", "auto, on or off", |text| match (text, boolean(text)) {
+            ("auto", _) => Some(AsyncSave::Auto),
+            (_, on) => on.map(|on| if on { AsyncSave::On } else { AsyncSave::Off }),
+        })?,
         save_total_limit: raw.optional("save_total_limit", "a whole number of at least 1", |text| {
             text.parse().ok().filter(|limit| *limit > 0)
         })?,

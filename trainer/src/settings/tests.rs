@@ -1,6 +1,6 @@
 //! Precedence, refusals, and that what is printed can be read.
 
-use super::elsewhere::{IGNORED, ONLY_OFF, REFUSED};
+use super::elsewhere::{IGNORED, ONLY_OFF, ONLY_ON, REFUSED};
 use super::raw::{Origin, Raw};
 use super::table::{FLAGS, SHORTHANDS};
 use super::{BackendKind, LrConvention, OptimizerKind, Precision, Recompute, Resume, ScheduleKind, Settings, Warmup};
@@ -125,6 +125,7 @@ fn the_tables_agree_with_themselves() {
         .chain(SHORTHANDS.iter().flat_map(|s| s.names.iter().copied()))
         .chain(IGNORED.iter().flat_map(|i| i.names.iter().copied()))
         .chain(ONLY_OFF.iter().chain(REFUSED).map(|(name, _)| *name))
+        .chain(ONLY_ON.iter().map(|(name, ..)| *name))
         .collect();
     let count = names.len();
     names.sort_unstable();

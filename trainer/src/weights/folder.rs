@@ -12,8 +12,8 @@ use crate::source::TensorSource;
 /// How many names an error lists before it says how many more there are.
 const NAMES_SHOWN: usize = 4;
 
-/// The weights of a folder with `model.safetensors`, or shards and `model.safetensors.index.json`. Files are
-/// mapped, so ranks of one machine share their pages and a rank reads only its part.
+/// The weights of a folder with `model.safetensors`, or shards and `model.safetensors.index.json`. A rank reads only its
+/// part; what ranks of one machine read is in the system's cache once.
 #[derive(Debug)]
 pub struct HfFolder {
     folder: PathBuf,
@@ -51,7 +51,7 @@ impl HfFolder {
         if config.tie_word_embeddings
             && let (Some((a, head)), Some((b, table))) =
                 (found.get("lm_head.weight"), found.get("model.embed_tokens.weight"))
-            && files[*a].raw(head) != files[*b].raw(table)
+            && !files[*a].is_same(head, &files[*b], table)?
         {
             notices.push(format!(
                 "{}: tie_word_embeddings is true, yet lm_head.weight differs from the embedding; the embedding \
@@ -77,8 +77,7 @@ impl TensorSource for HfFolder {
             "{name} has {elements} elements, asked for {first}+{}",
             out.len()
         );
-        self.files[*file].widen(entry, first as usize, out);
-        Ok(())
+        self.files[*file].widen(entry, first as usize, out)
     }
 }
 

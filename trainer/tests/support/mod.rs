@@ -74,6 +74,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         loss_scale: None,
         seed: 5,
         evaluates: true,
+        snapshots: false,
         config,
     }
 }

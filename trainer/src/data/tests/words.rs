@@ -2,12 +2,13 @@
 
 use super::super::words::Words;
 use castor_kernels::rng;
+use std::cell::Cell;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 
-const PARTS: [&str; 29] = [
+const PARTS: [&str; 31] = [
     " ", "  ", "\n", "\r\n", "\t", "a", "the", "B", "é", "中", "7", "42", "٣", "½", "(", "'s", "'", "_", ".", "-",
-    "\u{85}", "\u{a0}", "\u{2028}", "\u{b}", "\u{1c}", "<|x|>", "<|", "’", "👍🏽",
+    "\u{85}", "\u{a0}", "\u{2028}", "\u{b}", "\u{1c}", "<|x|>", "<|", "’", "👍🏽", "'ll", "'Ve",
 ];
 
 /// Texts of parts that follow each other in all ways.
@@ -58,13 +59,31 @@ fn remembered_words_have_the_ids_of_the_whole_text() {
         sequence(&split(super::super::words::KNOWN[0]), &bytes_only),
         sequence(&split(super::super::words::KNOWN[1]), &bytes_only),
     ] {
-        let (tokenizer, file) = learnt(&pre_tokenizer, &texts);
-        let words = Words::of(&file).expect("this way of cutting is known");
-        let whole = |text: &str| tokenizer.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec());
-        for text in &texts {
+        let (_, mut file) = learnt(&pre_tokenizer, &texts);
+        // With what no merge makes: a word that is taken as it stands, if the tokenizer looks for it.
+        file["model"]["vocab"]["Ġwindow"] = 5000.into();
+        for whole_words in [false, true] {
+            file["model"]["ignore_merges"] = whole_words.into();
+            let tokenizer: tokenizers::Tokenizer = file.to_string().parse().unwrap();
+            let words = Words::of(&file).expect("this way of cutting is known");
+            let (asked, whole) = (Cell::new(0), |text: &str| {
+                tokenizer.encode_fast(text, false).map(|encoding| encoding.get_ids().to_vec())
+            });
+            for text in &texts {
+                let mut ids = Vec::new();
+                let encode = |piece: &str| {
+                    asked.set(
+                        asked.get() + usize::from(piece.len() < 48 && piece.bytes().all(super::super::bpe::is_plain)),
+                    );
+                    whole(piece)
+                };
+                words.encode(text, &mut ids, encode).unwrap();
+                assert_eq!(ids, whole(text).unwrap(), "{pre_tokenizer}: {text:?}");
+            }
+            assert_eq!(asked.get(), 0, "plain pieces need no tokenizer");
             let mut ids = Vec::new();
-            words.encode(text, &mut ids, whole).unwrap();
-            assert_eq!(ids, whole(text).unwrap(), "{pre_tokenizer}: {text:?}");
+            words.encode(" window", &mut ids, |_: &str| Err(())).unwrap();
+            assert_eq!(ids == [5000], whole_words);
         }
     }
     for other in [
