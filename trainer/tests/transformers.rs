@@ -112,3 +112,23 @@ fn llama_with_biases() {
         "mlp_bias": true});
     is_the_same_in_transformers("LlamaForCausalLM", shape);
 }
+
+#[test]
+fn qwen2() {
+    let shape = json!({"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": true,
+        "use_sliding_window": false, "sliding_window": 8, "max_window_layers": 2});
+    is_the_same_in_transformers("Qwen2ForCausalLM", shape);
+}
+
+#[test]
+fn qwen2_within_its_window() {
+    let shape = json!({"model_type": "qwen2", "num_key_value_heads": 1, "use_sliding_window": true,
+        "sliding_window": SEQUENCE, "max_window_layers": 1});
+    is_the_same_in_transformers("Qwen2ForCausalLM", shape);
+}
+
+#[test]
+fn mistral_within_its_window() {
+    let shape = json!({"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": SEQUENCE});
+    is_the_same_in_transformers("MistralForCausalLM", shape);
+}

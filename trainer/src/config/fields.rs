@@ -28,7 +28,9 @@ const KNOWN: &[&str] = &[
     "hidden_size",
     "initializer_range",
     "intermediate_size",
+    "layer_types",
     "max_position_embeddings",
+    "max_window_layers",
     "mlp_bias",
     "model_type",
     "num_attention_heads",
@@ -68,10 +70,11 @@ impl<'a> Fields<'a> {
 
     /// The whole shape.
     pub(super) fn model(&self, notices: &mut Vec<String>) -> Outcome<ModelConfig> {
-        self.check_architecture()?;
+        let family = self.family()?;
+        self.check_arithmetic()?;
         let hidden_size = self.count("hidden_size", None)?;
         let num_attention_heads = self.count("num_attention_heads", None)?;
-        let num_key_value_heads = self.count("num_key_value_heads", Some(num_attention_heads))?;
+        let num_key_value_heads = self.kv_heads(family, num_attention_heads)?;
         if num_key_value_heads > num_attention_heads || !num_attention_heads.is_multiple_of(num_key_value_heads) {
             return Err(format!(
                 "num_key_value_heads is {num_key_value_heads}, which does not divide \
@@ -79,13 +82,17 @@ impl<'a> Fields<'a> {
             ));
         }
         self.notes(notices)?;
-        let max_position_embeddings = self.count("max_position_embeddings", Some(2048))?;
+        let max_position_embeddings = self.count("max_position_embeddings", Some(family.positions()))?;
+        let num_hidden_layers = self.count("num_hidden_layers", None)?;
+        let (attention_bias, mlp_bias) = self.biases(family, notices)?;
+        let sliding_window = self.sliding_window(family, num_hidden_layers, notices)?;
         let (rope_theta, rope_scaling) = self.rope(max_position_embeddings, notices)?;
         let config = ModelConfig {
+            family,
             vocab_size: self.count("vocab_size", None)?,
             hidden_size,
             intermediate_size: self.count("intermediate_size", None)?,
-            num_hidden_layers: self.count("num_hidden_layers", None)?,
+            num_hidden_layers,
             num_attention_heads,
             num_key_value_heads,
             head_dim: self.head_dim(hidden_size, num_attention_heads)?,
@@ -93,8 +100,9 @@ impl<'a> Fields<'a> {
             rope_theta,
             rope_scaling,
             max_position_embeddings,
-            attention_bias: self.boolean("attention_bias", false)?,
-            mlp_bias: self.boolean("mlp_bias", false)?,
+            attention_bias,
+            mlp_bias,
+            sliding_window,
             tie_word_embeddings: self.boolean("tie_word_embeddings", false)?,
             initializer_range: self.positive("initializer_range", Some(0.02))?,
         };
@@ -113,22 +121,7 @@ impl<'a> Fields<'a> {
         Ok(config)
     }
 
-    fn check_architecture(&self) -> Outcome<()> {
-        match self.map.get("model_type") {
-            None | Some(Value::Null) => {}
-            Some(Value::String(name)) if name == "llama" => {}
-            Some(other) => {
-                return Err(format!(
-                    "model_type is {other}, and only \"llama\" is trained here: other families \
-                     differ in ways that the weights do not show"
-                ));
-            }
-        }
-        if let Some(Value::Array(names)) = self.map.get("architectures")
-            && let Some(other) = names.iter().find(|name| *name != "LlamaForCausalLM" && *name != "LlamaModel")
-        {
-            return Err(format!("architectures names {other}; \"LlamaForCausalLM\" is what is trained here"));
-        }
+    fn check_arithmetic(&self) -> Outcome<()> {
         match self.map.get("hidden_act") {
             None => {}
             Some(Value::String(name)) if name == "silu" || name == "swish" => {}
@@ -193,9 +186,6 @@ impl<'a> Fields<'a> {
         }
         if self.number("pretraining_tp")?.unwrap_or(1.0) != 1.0 {
             notices.push("pretraining_tp does not change the result and is ignored".into());
-        }
-        if self.map.get("sliding_window").is_some_and(|v| !v.is_null()) {
-            notices.push("sliding_window has no meaning for a llama model and is ignored".into());
         }
         if self.map.get("tie_word_embeddings") == Some(&Value::Null) {
             notices.push("tie_word_embeddings is null and read as false".into());
