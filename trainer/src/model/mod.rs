@@ -1,4 +1,5 @@
-//! The Llama, written out: which tensors it has and the straight lists of operator calls of a step.
+//! The Llama, written out: which tensors it has and the straight lists of operator calls of a step. Mistral and Qwen2
+//! are the same but for biases.
 //!
 //! Read in this order: [`groups`] (tensors and their Hugging Face names), [`embedding`], [`block`], [`head`].
 //! Nothing here knows where bytes are or when they move: every function takes views and issues operators.
