@@ -47,6 +47,7 @@ fn model() -> ModelConfig {
         sliding_window: None,
         tie_word_embeddings: false,
         initializer_range: 0.02,
+        token_ids: Default::default(),
     }
 }
 

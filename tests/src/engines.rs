@@ -61,6 +61,7 @@ pub fn model(tied: bool) -> ModelConfig {
         sliding_window: None,
         tie_word_embeddings: tied,
         initializer_range: 0.05,
+        token_ids: Default::default(),
     }
 }
 

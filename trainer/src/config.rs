@@ -9,6 +9,7 @@ mod fields;
 pub mod json;
 mod rope;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::Value;
@@ -55,7 +56,13 @@ pub struct ModelConfig {
     pub tie_word_embeddings: bool,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
+    /// Ids of BOS, EOS and padding by their fields' names, for the programs that read what a run leaves; nothing here
+    /// depends on them.
+    pub token_ids: BTreeMap<&'static str, Value>,
 }
+
+/// Fields that may be in [`ModelConfig::token_ids`].
+pub const TOKEN_IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
 
 impl ModelConfig {
     /// Number of parameters; tied tables count once.
@@ -123,6 +130,9 @@ impl ModelConfig {
             "torch_dtype": dtype,
         });
         self.write_family(&mut json);
+        for (field, ids) in &self.token_ids {
+            json[*field] = ids.clone();
+        }
         json
     }
 }

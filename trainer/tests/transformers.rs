@@ -53,6 +53,7 @@ fn is_the_same_in_transformers(class: &str, shape: Value) {
     let mut model = json!({
         "vocab_size": 259, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+        "bos_token_id": 256, "eos_token_id": [257, 10], "pad_token_id": 300,
     });
     for (key, value) in shape.as_object().unwrap() {
         model[key] = value.clone();
@@ -76,7 +77,8 @@ fn is_the_same_in_transformers(class: &str, shape: Value) {
         .output()
         .unwrap();
     assert!(reference.status.success(), "{}", String::from_utf8_lossy(&reference.stderr));
-    assert_eq!(String::from_utf8_lossy(&reference.stdout), format!("{class}\n{class}\n"));
+    let is = format!("{class} bos 256 eos [257, 10]\n");
+    assert_eq!(String::from_utf8_lossy(&reference.stdout), is.repeat(2));
     for (model, expect) in models {
         // f32 sums in another order differ by about 1e-6 of a tensor's norm.
         let words = format!(

@@ -5,7 +5,9 @@
 
 use serde_json::{Map, Value};
 
-use super::ModelConfig;
+use std::collections::BTreeMap;
+
+use super::{ModelConfig, TOKEN_IDS};
 
 /// Errors are clauses; the caller adds the path.
 pub(super) type Outcome<T> = std::result::Result<T, String>;
@@ -87,9 +89,10 @@ impl<'a> Fields<'a> {
         let (attention_bias, mlp_bias) = self.biases(family, notices)?;
         let sliding_window = self.sliding_window(family, num_hidden_layers, notices)?;
         let (rope_theta, rope_scaling) = self.rope(max_position_embeddings, notices)?;
+        let vocab_size = self.count("vocab_size", None)?;
         let config = ModelConfig {
             family,
-            vocab_size: self.count("vocab_size", None)?,
+            vocab_size,
             hidden_size,
             intermediate_size: self.count("intermediate_size", None)?,
             num_hidden_layers,
@@ -105,6 +108,7 @@ impl<'a> Fields<'a> {
             sliding_window,
             tie_word_embeddings: self.boolean("tie_word_embeddings", false)?,
             initializer_range: self.positive("initializer_range", Some(0.02))?,
+            token_ids: self.token_ids(vocab_size),
         };
         self.note_padding(config.vocab_size, notices)?;
         // Shapes up to here fit u64 only one by one; the sum must too (2^50 parameters are 1000 trillion).
@@ -208,6 +212,14 @@ impl<'a> Fields<'a> {
             ));
         }
         Ok(())
+    }
+
+    /// What other programs can use: ids in the table, or several of them.
+    fn token_ids(&self, vocab_size: u64) -> BTreeMap<&'static str, Value> {
+        let is_id = |value: &Value| value.as_u64().is_some_and(|id| id < vocab_size);
+        let fits = |value: &Value| is_id(value) || value.as_array().is_some_and(|ids| ids.iter().all(is_id));
+        let given = TOKEN_IDS.into_iter().filter_map(|field| Some((field, self.map.get(field)?)));
+        given.filter(|(_, value)| value.is_null() || fits(value)).map(|(field, value)| (field, value.clone())).collect()
     }
 
     /// Whether a field is there and not null.

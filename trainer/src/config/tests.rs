@@ -137,6 +137,14 @@ fn fields_that_no_shared_case_holds() {
     assert!(tiny(r#""pretraining_tp":2"#).unwrap().1[0].contains("pretraining_tp"));
     let both = tiny(r#""rope_theta":10000,"rope_parameters":{"rope_type":"default","rope_theta":5e5}"#);
     assert_eq!(both.unwrap().0.rope_theta, 5e5);
+    let ids = tiny(r#""bos_token_id":1,"eos_token_id":[2,96],"pad_token_id":97"#).unwrap().0;
+    let written = ids.to_json("bfloat16");
+    assert_eq!((&written["bos_token_id"], &written["eos_token_id"]), (&1.into(), &serde_json::json!([2, 96])));
+    assert_eq!(
+        written.get("pad_token_id"),
+        None,
+        "an id outside of the table keeps transformers from reading the model"
+    );
     let kanana = read(&format!("{{{},\"head_dim\":12}}", TINY.replace(":48", ":50")));
     assert_eq!(kanana.unwrap().0.head_dim, 12);
 }

@@ -25,6 +25,7 @@ fn tiny() -> ModelConfig {
         sliding_window: None,
         tie_word_embeddings: false,
         initializer_range: 0.02,
+        token_ids: Default::default(),
     }
 }
 

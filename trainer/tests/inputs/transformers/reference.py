@@ -1,7 +1,7 @@
 """What Hugging Face transformers computes with model folders: logits, loss, gradient norm and every gradient of one
 batch in float32, as `castor parity --expect` reads it. Usage: reference.py BATCH MODEL OUT [MODEL OUT …]
 
-Prints each model's class. Fails where a folder's tensors are not exactly those of the model."""
+Prints each model's class and where its texts begin and end. Fails where a folder's tensors are not exactly those of the model."""
 
 import sys
 
@@ -37,4 +37,5 @@ if __name__ == "__main__":
     for folder, out in zip(pairs[::2], pairs[1::2]):
         model = load(folder)
         save_file(results(model, load_file(batch)), out)
-        print(type(model).__name__)
+        config = model.generation_config
+        print(type(model).__name__, "bos", config.bos_token_id, "eos", config.eos_token_id)
