@@ -13,7 +13,7 @@ use castor_runtime::plan::Rehearse;
 use castor_runtime::policy::{DevicePolicy, HostPolicy, PlacementPolicy};
 use castor_trainer::activations::{Keep, LOGITS_BYTES};
 use castor_trainer::blueprint::{Blueprint, Options, formats};
-use castor_trainer::config::{ModelConfig, RopeScaling};
+use castor_trainer::config::{Family, ModelConfig, RopeScaling};
 use castor_trainer::engine::{Engine, StepInputs};
 use castor_trainer::error::Result;
 use castor_trainer::inputs::MicroBatch;
@@ -30,6 +30,7 @@ const STEPS: u32 = 6;
 
 fn model() -> ModelConfig {
     ModelConfig {
+        family: Family::Llama,
         vocab_size: 512,
         hidden_size: 256,
         intermediate_size: 704,
@@ -43,8 +44,10 @@ fn model() -> ModelConfig {
         max_position_embeddings: SEQUENCE,
         attention_bias: false,
         mlp_bias: false,
+        sliding_window: None,
         tie_word_embeddings: false,
         initializer_range: 0.02,
+        token_ids: Default::default(),
     }
 }
 

@@ -14,7 +14,7 @@ use castor_runtime::transfer::Traffic;
 use castor_runtime::{GroupId, Pass};
 use castor_trainer::activations::{Keep, LOGITS_BYTES};
 use castor_trainer::blueprint::{Blueprint, Options, formats};
-use castor_trainer::config::{ModelConfig, RopeScaling};
+use castor_trainer::config::{Family, ModelConfig, RopeScaling};
 use castor_trainer::engine::{Engine, StepInputs, StepResult};
 use castor_trainer::inputs::MicroBatch;
 use castor_trainer::loss_scale::Dynamic;
@@ -44,6 +44,7 @@ pub const SHARDINGS: [Sharding; 4] = [
 /// A Llama of three blocks with grouped queries and a vocabulary that no number of ranks divides.
 pub fn model(tied: bool) -> ModelConfig {
     ModelConfig {
+        family: Family::Llama,
         vocab_size: 131,
         hidden_size: 48,
         intermediate_size: 80,
@@ -57,8 +58,10 @@ pub fn model(tied: bool) -> ModelConfig {
         max_position_embeddings: 64,
         attention_bias: false,
         mlp_bias: false,
+        sliding_window: None,
         tie_word_embeddings: tied,
         initializer_range: 0.05,
+        token_ids: Default::default(),
     }
 }
 

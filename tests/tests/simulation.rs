@@ -238,7 +238,7 @@ fn plan(case: &Case) -> Result<Plan> {
     let rehearse = |manager: &mut StatefulTensorMgr, _: Pass| case.step(manager, None, &mut |_, _, _, _| {});
     Plan::make(
         &case.layout,
-        Fixed { device: vec![(Category::Activations, case.kept.iter().sum())], host: Vec::new() },
+        Fixed { device: vec![(Category::Activations, case.kept.iter().sum())], ..Fixed::default() },
         &*policy(case),
         budgets(case),
         lookahead,

@@ -405,7 +405,7 @@ fn logits_rows(bytes: u64, row: u64, tokens: u64) -> u64 {
 fn scratch_bytes(request: &Request, backend: &dyn Backend) -> u64 {
     let shape = &request.shape;
     let mut columns = shape.hidden;
-    if shape.attention_bias {
+    if shape.qkv_bias {
         columns = columns.max(shape.packed());
     }
     if shape.mlp_bias {

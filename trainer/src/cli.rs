@@ -357,7 +357,7 @@ fn tree() -> clap::Command {
         .arg(boolean_flag("add_eos").default_value("true").help("EOS after each document"));
     clap::Command::new("castor")
         .version(env!("CARGO_PKG_VERSION"))
-        .about("Trains Llama models beyond one GPU's memory: device, host and NVMe as one")
+        .about("Trains Llama-family models beyond one GPU's memory: device, host and NVMe as one")
         .subcommand_required(true)
         .disable_help_subcommand(true)
         .after_help(

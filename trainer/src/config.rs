@@ -1,17 +1,20 @@
 //! The model's shape, as a Hugging Face `config.json` states it.
 //!
-//! Owns the reading of `config.json` (`fields`: what each field may be; `rope`: rotary positions and their
-//! tables; [`json`]: strict JSON) and what follows from the shape alone, such as the parameter count. It knows no tensor's name
+//! Owns the reading of `config.json` (`fields`: what each field may be; `family`: what the families of models say
+//! differently; `rope`: rotary positions and their tables; [`json`]: strict JSON) and what follows from the shape alone, such as the parameter count. It knows no tensor's name
 //! ([`crate::weights`]) and no training setting ([`crate::settings`]).
 
+mod family;
 mod fields;
 pub mod json;
 mod rope;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::Value;
 
+pub use family::{Family, SlidingWindow};
 pub use rope::RopeScaling;
 
 use crate::error::{Error, Result};
@@ -19,6 +22,8 @@ use crate::error::{Error, Result};
 /// A Llama-family model's shape. Field names are those of `config.json`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
+    /// `model_type`
+    pub family: Family,
     /// V
     pub vocab_size: u64,
     /// C
@@ -41,15 +46,23 @@ pub struct ModelConfig {
     pub rope_scaling: RopeScaling,
     /// Longest sequence the model was made for.
     pub max_position_embeddings: u64,
-    /// Biases on q, k, v and o.
+    /// Biases on q, k and v, and, but for Qwen2, on o; see [`ModelConfig::output_bias`].
     pub attention_bias: bool,
     /// Biases on gate, up and down.
     pub mlp_bias: bool,
+    /// What attention sees of longer rows, which are refused: within the window it is that of a model without one.
+    pub sliding_window: Option<SlidingWindow>,
     /// Whether the head is the embedding table.
     pub tie_word_embeddings: bool,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
+    /// Ids of BOS, EOS and padding by their fields' names, for the programs that read what a run leaves; nothing here
+    /// depends on them.
+    pub token_ids: BTreeMap<&'static str, Value>,
 }
+
+/// Fields that may be in [`ModelConfig::token_ids`].
+pub const TOKEN_IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
 
 impl ModelConfig {
     /// Number of parameters; tied tables count once.
@@ -58,7 +71,10 @@ impl ModelConfig {
         let (q, kv) = (self.num_attention_heads * d, self.num_key_value_heads * d);
         let mut block = c * (q + 2 * kv) + q * c + 3 * c * self.intermediate_size + 2 * c;
         if self.attention_bias {
-            block += q + 2 * kv + c;
+            block += q + 2 * kv;
+        }
+        if self.output_bias() {
+            block += c;
         }
         if self.mlp_bias {
             block += 2 * self.intermediate_size + c;
@@ -92,9 +108,9 @@ impl ModelConfig {
     /// The shape as a `config.json` that transformers 4 and 5 both read. `dtype` is that of the weights
     /// beside it (`float32`, `bfloat16`, `float16`).
     pub fn to_json(&self, dtype: &str) -> Value {
-        serde_json::json!({
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+        let mut json = serde_json::json!({
+            "architectures": [self.family.causal_lm()],
+            "model_type": self.family.model_type(),
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -108,13 +124,16 @@ impl ModelConfig {
             "rms_norm_eps": self.rms_norm_eps.to_string().parse::<f64>().unwrap_or(f64::from(self.rms_norm_eps)),
             "rope_theta": self.rope_theta,
             "rope_scaling": self.rope_scaling.to_json(),
-            "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
-            "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": self.tie_word_embeddings,
             "initializer_range": self.initializer_range,
             "torch_dtype": dtype,
-        })
+        });
+        self.write_family(&mut json);
+        for (field, ids) in &self.token_ids {
+            json[*field] = ids.clone();
+        }
+        json
     }
 }
 

@@ -1,4 +1,4 @@
-//! The ZeRO-3 Llama trainer, its launcher and its memory report.
+//! The ZeRO-3 trainer of Llama-family models, its launcher and its memory report.
 //!
 //! What to compute: [`config`] and [`settings`] say what is wanted, [`model`] and the step write it out,
 //! [`blueprint`] plans it, [`engine`] runs the plan, [`data`] and [`weights`] feed it, [`checkpoint`] keeps it,

@@ -105,6 +105,7 @@ pub fn main(settings: &Settings, request: &Request) -> Result<()> {
         ));
     }
     let length = ids.len() + request.max_new_tokens;
+    config.check_window(length as u64, "prompt and --max_new_tokens make")?;
     if length as u64 > config.max_position_embeddings {
         notices.push(format!(
             "prompt and --max_new_tokens make {length} tokens, beyond the model's max_position_embeddings {}",

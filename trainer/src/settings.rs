@@ -375,6 +375,7 @@ impl Settings {
                 ));
             }
         };
+        shape.check_window(self.max_length as u64, "--max_length")?;
         if self.max_length as u64 > shape.max_position_embeddings {
             notices.push(format!(
                 "--max_length {} is beyond the model's max_position_embeddings {}; rotary positions are extrapolated",

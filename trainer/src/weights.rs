@@ -75,7 +75,8 @@ pub fn hf_tensors(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
         push("input_layernorm.weight", vec![c]);
         for (name, rows, columns) in [("q", q, c), ("k", kv, c), ("v", kv, c), ("o", c, q)] {
             push(&format!("self_attn.{name}_proj.weight"), vec![rows, columns]);
-            if config.attention_bias {
+            let has_bias = if name == "o" { config.output_bias() } else { config.attention_bias };
+            if has_bias {
                 push(&format!("self_attn.{name}_proj.bias"), vec![rows]);
             }
         }

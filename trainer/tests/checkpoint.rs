@@ -463,7 +463,7 @@ fn saves_beside_the_run_write_what_was_there_when_they_began() {
         let tight = smallest(&options(true), nvme.path());
         let host = Budgets { device: tight.device, ..plenty() };
         let cases: [(&dyn PlacementPolicy, Budgets); 3] =
-            [(&DevicePolicy, plenty()), (&AutoPolicy, host), (&AutoPolicy, tight)];
+            [(&DevicePolicy, plenty()), (&AutoPolicy::USUAL, host), (&AutoPolicy::USUAL, tight)];
         for (policy, budgets) in cases {
             let run = |snapshots| {
                 let run = tempfile::tempdir().unwrap();

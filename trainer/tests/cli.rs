@@ -290,6 +290,23 @@ fn odd_configurations() {
     }
 }
 
+/// Rows that a model's attention would not see whole are refused, with the length that is possible.
+#[test]
+fn rows_longer_than_a_sliding_window() {
+    let folder = Folder::new();
+    let llama = std::fs::read_to_string(folder.path("model.json")).unwrap();
+    folder.write("mistral.json", llama.replace("\"llama\"", "\"mistral\", \"sliding_window\": 24"));
+    let train = |length: u64| {
+        format!(
+            "train --config mistral.json --data text.txt --max_length {length} --max_steps 1 --backend cpu --output_dir out"
+        )
+    };
+    folder.refuses(&train(25), 2, &["sliding_window is 24", "--max_length 25", "at most 24"]);
+    folder.accepts(&train(24));
+    let sample = "sample out/model --tokenizer bytes --prompt a --max_new_tokens 64 --backend cpu";
+    folder.refuses(sample, 2, &["sliding_window is 24", "--max_new_tokens"]);
+}
+
 /// Each folder of weights is read or refused as makes sense.
 #[test]
 fn odd_checkpoints() {

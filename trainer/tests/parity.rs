@@ -12,8 +12,10 @@ use castor_trainer::{
     parity::{self, Batch},
 };
 use std::path::Path;
-use support::{close, engine, json, options, shared};
+use support::{close, engine, inputs, json, options, shared};
 
+/// Models of other families than Llama, in `inputs/models`.
+const FAMILIES: [&str; 2] = ["qwen2", "mistral"];
 const GOLDEN: [&str; 3] = ["mha", "gqa_tied", "llama3_rope"];
 
 fn golden(case: &str, change: impl Fn(&mut Options)) -> Option<parity::Report> {
@@ -124,6 +126,26 @@ fn what_is_kept_changes_no_bit() {
                 assert_eq!(values, &other.tensors[name].1, "{case} {keep:?} {name}");
             }
         }
+    }
+}
+
+#[test]
+fn other_families() {
+    for case in FAMILIES {
+        let folder = inputs("models").join(case);
+        let expected = json(&folder.join("expect.json"));
+        let (loss, norm) = (expected["loss"].as_f64().unwrap(), expected["grad_norm"].as_f64().unwrap());
+        for (keep, fused) in [(Keep::All, true), (Keep::Block, false)] {
+            let report = compare(&folder, |options| {
+                options.keep.fill(keep);
+                options.fused_attention = fused;
+            });
+            passes(&report, 1e-4);
+            close(case, report.loss, loss, 1e-6);
+            close(case, report.grad_norm, norm, 1e-5);
+        }
+        let report = compare(&folder, |options| options.formats = formats(DType::Bf16, DType::Bf16, DType::F32));
+        passes(&report, 3e-2);
     }
 }
 

@@ -20,7 +20,7 @@ use castor_trainer::{
 };
 use safetensors::SafeTensors;
 use std::path::Path;
-use support::{adamw, close, engine, engine_with, json, options, plenty, shared, tight};
+use support::{adamw, close, engine, engine_with, inputs, json, options, plenty, shared, tight};
 
 const GOLDEN: [&str; 3] = ["mha", "gqa_tied", "llama3_rope"];
 /// Sums in another order make losses differ by less than this over ten steps; a GPU's powers and exponentials are
@@ -82,6 +82,20 @@ fn golden_adamw() {
             let results = run(&mut engine, &windows);
             follows(&format!("{case} {key}"), &results, &expected[key]);
         }
+    }
+}
+
+/// Matrices decay, much; the biases of Qwen2 are trained and do not.
+#[test]
+fn other_families() {
+    for case in ["qwen2", "mistral"] {
+        let folder = inputs("models").join(case);
+        let batches = golden_batches(&folder);
+        let options = Options { optimizer: Some(adamw(0.9, 0.95, 10.0)), ..options(&folder, 2, 24, 1) };
+        let mut engine = engine(options, &folder);
+        let windows: Vec<&[Batch]> = batches.chunks(1).collect();
+        let results = run(&mut engine, &windows);
+        follows(case, &results, &json(&folder.join("expect.json"))["adamw"]);
     }
 }
 

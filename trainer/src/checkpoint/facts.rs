@@ -1,6 +1,7 @@
 //! What a run is: what must be the same for another to go on from its checkpoint, and what may be different.
 
 use crate::blueprint::Options;
+use crate::config::TOKEN_IDS;
 use crate::data::Order;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -31,9 +32,11 @@ impl Facts {
     pub fn of(options: &Options, data: Data) -> Facts {
         let mut model = options.config.to_json("");
         if let Some(fields) = model.as_object_mut() {
-            // The type of exported weights and the deviation of initial ones are no part of a trained model.
-            fields.remove("torch_dtype");
-            fields.remove("initializer_range");
+            // The type of exported weights, the deviation of initial ones and what tokens mean to other programs are no
+            // part of a trained model.
+            for field in ["torch_dtype", "initializer_range"].into_iter().chain(TOKEN_IDS) {
+                fields.remove(field);
+            }
         }
         let (shuffle, order_seed) = match data.order {
             Order::Sequential => (false, None),

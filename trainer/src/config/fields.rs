@@ -5,7 +5,9 @@
 
 use serde_json::{Map, Value};
 
-use super::ModelConfig;
+use std::collections::BTreeMap;
+
+use super::{ModelConfig, TOKEN_IDS};
 
 /// Errors are clauses; the caller adds the path.
 pub(super) type Outcome<T> = std::result::Result<T, String>;
@@ -28,7 +30,9 @@ const KNOWN: &[&str] = &[
     "hidden_size",
     "initializer_range",
     "intermediate_size",
+    "layer_types",
     "max_position_embeddings",
+    "max_window_layers",
     "mlp_bias",
     "model_type",
     "num_attention_heads",
@@ -68,10 +72,11 @@ impl<'a> Fields<'a> {
 
     /// The whole shape.
     pub(super) fn model(&self, notices: &mut Vec<String>) -> Outcome<ModelConfig> {
-        self.check_architecture()?;
+        let family = self.family()?;
+        self.check_arithmetic()?;
         let hidden_size = self.count("hidden_size", None)?;
         let num_attention_heads = self.count("num_attention_heads", None)?;
-        let num_key_value_heads = self.count("num_key_value_heads", Some(num_attention_heads))?;
+        let num_key_value_heads = self.kv_heads(family, num_attention_heads)?;
         if num_key_value_heads > num_attention_heads || !num_attention_heads.is_multiple_of(num_key_value_heads) {
             return Err(format!(
                 "num_key_value_heads is {num_key_value_heads}, which does not divide \
@@ -79,13 +84,18 @@ impl<'a> Fields<'a> {
             ));
         }
         self.notes(notices)?;
-        let max_position_embeddings = self.count("max_position_embeddings", Some(2048))?;
+        let max_position_embeddings = self.count("max_position_embeddings", Some(family.positions()))?;
+        let num_hidden_layers = self.count("num_hidden_layers", None)?;
+        let (attention_bias, mlp_bias) = self.biases(family, notices)?;
+        let sliding_window = self.sliding_window(family, num_hidden_layers, notices)?;
         let (rope_theta, rope_scaling) = self.rope(max_position_embeddings, notices)?;
+        let vocab_size = self.count("vocab_size", None)?;
         let config = ModelConfig {
-            vocab_size: self.count("vocab_size", None)?,
+            family,
+            vocab_size,
             hidden_size,
             intermediate_size: self.count("intermediate_size", None)?,
-            num_hidden_layers: self.count("num_hidden_layers", None)?,
+            num_hidden_layers,
             num_attention_heads,
             num_key_value_heads,
             head_dim: self.head_dim(hidden_size, num_attention_heads)?,
@@ -93,10 +103,12 @@ impl<'a> Fields<'a> {
             rope_theta,
             rope_scaling,
             max_position_embeddings,
-            attention_bias: self.boolean("attention_bias", false)?,
-            mlp_bias: self.boolean("mlp_bias", false)?,
+            attention_bias,
+            mlp_bias,
+            sliding_window,
             tie_word_embeddings: self.boolean("tie_word_embeddings", false)?,
             initializer_range: self.positive("initializer_range", Some(0.02))?,
+            token_ids: self.token_ids(vocab_size),
         };
         self.note_padding(config.vocab_size, notices)?;
         // Shapes up to here fit u64 only one by one; the sum must too (2^50 parameters are 1000 trillion).
@@ -113,22 +125,7 @@ impl<'a> Fields<'a> {
         Ok(config)
     }
 
-    fn check_architecture(&self) -> Outcome<()> {
-        match self.map.get("model_type") {
-            None | Some(Value::Null) => {}
-            Some(Value::String(name)) if name == "llama" => {}
-            Some(other) => {
-                return Err(format!(
-                    "model_type is {other}, and only \"llama\" is trained here: other families \
-                     differ in ways that the weights do not show"
-                ));
-            }
-        }
-        if let Some(Value::Array(names)) = self.map.get("architectures")
-            && let Some(other) = names.iter().find(|name| *name != "LlamaForCausalLM" && *name != "LlamaModel")
-        {
-            return Err(format!("architectures names {other}; \"LlamaForCausalLM\" is what is trained here"));
-        }
+    fn check_arithmetic(&self) -> Outcome<()> {
         match self.map.get("hidden_act") {
             None => {}
             Some(Value::String(name)) if name == "silu" || name == "swish" => {}
@@ -194,9 +191,6 @@ impl<'a> Fields<'a> {
         if self.number("pretraining_tp")?.unwrap_or(1.0) != 1.0 {
             notices.push("pretraining_tp does not change the result and is ignored".into());
         }
-        if self.map.get("sliding_window").is_some_and(|v| !v.is_null()) {
-            notices.push("sliding_window has no meaning for a llama model and is ignored".into());
-        }
         if self.map.get("tie_word_embeddings") == Some(&Value::Null) {
             notices.push("tie_word_embeddings is null and read as false".into());
         }
@@ -218,6 +212,14 @@ impl<'a> Fields<'a> {
             ));
         }
         Ok(())
+    }
+
+    /// What other programs can use: ids in the table, or several of them.
+    fn token_ids(&self, vocab_size: u64) -> BTreeMap<&'static str, Value> {
+        let is_id = |value: &Value| value.as_u64().is_some_and(|id| id < vocab_size);
+        let fits = |value: &Value| is_id(value) || value.as_array().is_some_and(|ids| ids.iter().all(is_id));
+        let given = TOKEN_IDS.into_iter().filter_map(|field| Some((field, self.map.get(field)?)));
+        given.filter(|(_, value)| value.is_null() || fits(value)).map(|(field, value)| (field, value.clone())).collect()
     }
 
     /// Whether a field is there and not null.

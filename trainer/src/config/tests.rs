@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{ModelConfig, RopeScaling};
+use super::{Family, ModelConfig, RopeScaling, SlidingWindow};
 
 const TINY: &str = r#""model_type":"llama","vocab_size":97,"hidden_size":48,"intermediate_size":64,
     "num_hidden_layers":1,"num_attention_heads":4"#;
@@ -20,6 +20,12 @@ fn read(text: &str) -> Result<(ModelConfig, Vec<String>), String> {
 
 fn tiny(rest: &str) -> Result<(ModelConfig, Vec<String>), String> {
     read(&format!("{{{TINY}{}{rest}}}", if rest.is_empty() { "" } else { "," }))
+}
+
+/// The tiny shape of another family, where the number of kv heads must be said.
+fn of(family: &str, rest: &str) -> Result<(ModelConfig, Vec<String>), String> {
+    let shape = TINY.replace("\"llama\"", &format!("\"{family}\",\"num_key_value_heads\":2"));
+    read(&format!("{{{shape}{}{rest}}}", if rest.is_empty() { "" } else { "," }))
 }
 
 fn refused(rest: &str, says: &[&str]) {
@@ -110,9 +116,9 @@ fn fields_that_no_shared_case_holds() {
     refused(r#""attention_bias":"yes""#, &["attention_bias is \"yes\""]);
     refused(r#""quantization_config":{"bits":4}"#, &["quantization_config"]);
     refused(r#""torch_dtype":"int3""#, &["torch_dtype is \"int3\""]);
-    for kind in ["mistral", "qwen2"] {
-        let error = read(&format!("{{{}}}", TINY.replace("\"llama\"", &format!("\"{kind}\"")))).unwrap_err();
-        assert!(error.contains(&format!("model_type is \"{kind}\"")), "{error}");
+    for kind in ["qwen3", "gemma"] {
+        let error = of(kind, "").unwrap_err();
+        assert!(error.contains(&format!("model_type is \"{kind}\", and \"llama\"")), "{error}");
     }
     for (field, value) in [("hidden_size\":48", "hidden_size\":48.0"), ("layers\":1", "layers\":0")] {
         let error = read(&format!("{{{}}}", TINY.replace(field, value))).unwrap_err();
@@ -131,6 +137,14 @@ fn fields_that_no_shared_case_holds() {
     assert!(tiny(r#""pretraining_tp":2"#).unwrap().1[0].contains("pretraining_tp"));
     let both = tiny(r#""rope_theta":10000,"rope_parameters":{"rope_type":"default","rope_theta":5e5}"#);
     assert_eq!(both.unwrap().0.rope_theta, 5e5);
+    let ids = tiny(r#""bos_token_id":1,"eos_token_id":[2,96],"pad_token_id":97"#).unwrap().0;
+    let written = ids.to_json("bfloat16");
+    assert_eq!((&written["bos_token_id"], &written["eos_token_id"]), (&1.into(), &serde_json::json!([2, 96])));
+    assert_eq!(
+        written.get("pad_token_id"),
+        None,
+        "an id outside of the table keeps transformers from reading the model"
+    );
     let kanana = read(&format!("{{{},\"head_dim\":12}}", TINY.replace(":48", ":50")));
     assert_eq!(kanana.unwrap().0.head_dim, 12);
 }
@@ -203,6 +217,9 @@ fn the_shapes_in_configs_are_the_known_models() {
         ("llama3-8b", 8_030_261_248),
         ("llama3.2-1b", 1_235_814_400),
         ("smollm2-135m", 134_515_008),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2-7b", 7_615_616_512),
+        ("mistral-7b", 7_241_732_096),
         ("castor-1.3b", 1_345_423_360),
         ("castor-30b", 32_528_943_616),
         ("castor-tiny", 5_167_200),
@@ -210,7 +227,60 @@ fn the_shapes_in_configs_are_the_known_models() {
         let (config, notices) = ModelConfig::from_json_file(&folder.join(format!("{name}.json"))).unwrap();
         assert_eq!(config.parameters(), parameters, "{name}");
         assert!(notices.is_empty(), "{notices:?}");
+        let listed = crate::weights::hf_tensors(&config).into_iter().map(|(_, shape)| shape.iter().product::<u64>());
+        assert_eq!(listed.sum::<u64>(), parameters, "{name}");
     }
+}
+
+#[test]
+fn families() {
+    let window = |tokens, first_block| Some(SlidingWindow { tokens, first_block });
+    for (family, rest, expected, notice) in [
+        ("mistral", "", window(4096, 0), ""),
+        ("mistral", r#""sliding_window":null"#, None, ""),
+        ("mistral", r#""sliding_window":32,"attention_bias":true"#, window(32, 0), "attention_bias"),
+        ("mistral", r#""sliding_window":null,"layer_types":["full_attention"]"#, None, "layer_types"),
+        ("qwen2", "", None, ""),
+        ("qwen2", r#""sliding_window":131072,"use_sliding_window":false,"max_window_layers":0"#, None, ""),
+        ("qwen2", r#""sliding_window":8,"use_sliding_window":true,"max_window_layers":0"#, window(8, 0), ""),
+        ("qwen2", r#""sliding_window":8,"use_sliding_window":true,"max_window_layers":1"#, None, ""),
+        ("qwen2", r#""use_sliding_window":true"#, None, ""),
+        ("qwen2", r#""layer_types":["full_attention"],"attention_bias":false"#, None, "attention_bias"),
+        (
+            "qwen2",
+            r#""sliding_window":8,"use_sliding_window":true,"max_window_layers":0,"layer_types":["sliding_attention"]"#,
+            window(8, 0),
+            "",
+        ),
+    ] {
+        let (config, notices) = of(family, rest).unwrap();
+        assert_eq!((config.family.model_type(), config.sliding_window), (family, expected), "{rest}");
+        assert_eq!((config.attention_bias, config.output_bias()), (family == "qwen2", false));
+        assert!(notices.join("").contains(notice) && notices.len() == usize::from(!notice.is_empty()), "{notices:?}");
+        let written = config.to_json("bfloat16");
+        assert_eq!(read(&written.to_string()).unwrap(), (config, Vec::new()), "{written}");
+    }
+    assert_eq!(tiny("").unwrap().0.family, Family::Llama);
+    for (family, rest, says) in [
+        ("qwen2", r#""architectures":["LlamaForCausalLM"]"#, "it is \"Qwen2ForCausalLM\""),
+        ("mistral", r#""architectures":["Qwen2ForCausalLM"]"#, "it is \"MistralForCausalLM\""),
+        ("mistral", r#""sliding_window":0"#, "sliding_window is 0"),
+        ("qwen2", r#""layer_types":["sliding_attention"]"#, "layer_types differs"),
+    ] {
+        let error = of(family, rest).unwrap_err();
+        assert!(error.contains(says), "{error}");
+    }
+    let unsaid = read(&format!("{{{}}}", TINY.replace("llama", "mistral"))).unwrap_err();
+    assert!(unsaid.contains("num_key_value_heads is missing"), "{unsaid}");
+
+    let (mistral, _) = of("mistral", r#""sliding_window":32"#).unwrap();
+    mistral.check_window(32, "--max_length").unwrap();
+    let refused = mistral.check_window(33, "--max_length").unwrap_err().to_string();
+    assert!(
+        refused.contains("sliding_window is 32 and --max_length 33") && refused.contains("at most 32"),
+        "{refused}"
+    );
+    of("qwen2", "").unwrap().0.check_window(1 << 20, "--max_length").unwrap();
 }
 
 /// Frequencies that transformers gives, relative error at f32's resolution.

@@ -28,9 +28,13 @@ impl Tensors {
     /// The tensors in the whole parameters or gradient of a block's `group`.
     pub fn of(whole: View, group: &Group, shape: &Shape) -> Self {
         let tensor = |at: usize| group.tensors[at].within(whole);
-        let attention = index::BIASES;
-        let mlp = attention + if shape.attention_bias { 2 } else { 0 };
-        let bias = |has: bool, at: usize| has.then(|| tensor(at));
+        let mut next = index::BIASES;
+        let mut bias = |has: bool| {
+            has.then(|| {
+                next += 1;
+                tensor(next - 1)
+            })
+        };
         Tensors {
             qkv: tensor(index::QKV),
             o: tensor(index::O),
@@ -38,10 +42,10 @@ impl Tensors {
             down: tensor(index::DOWN),
             norm1: tensor(index::NORM1),
             norm2: tensor(index::NORM2),
-            qkv_bias: bias(shape.attention_bias, attention),
-            o_bias: bias(shape.attention_bias, attention + 1),
-            gate_up_bias: bias(shape.mlp_bias, mlp),
-            down_bias: bias(shape.mlp_bias, mlp + 1),
+            qkv_bias: bias(shape.qkv_bias),
+            o_bias: bias(shape.o_bias),
+            gate_up_bias: bias(shape.mlp_bias),
+            down_bias: bias(shape.mlp_bias),
         }
     }
 }

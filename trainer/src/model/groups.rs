@@ -146,8 +146,10 @@ pub fn specs(shape: &Shape) -> Vec<GroupSpec> {
             tensor("norm1", &[c]),
             tensor("norm2", &[c]),
         ];
-        if shape.attention_bias {
+        if shape.qkv_bias {
             tensors.push(tensor("qkv_bias", &[shape.packed()]));
+        }
+        if shape.o_bias {
             tensors.push(tensor("o_bias", &[c]));
         }
         if shape.mlp_bias {
@@ -198,10 +200,12 @@ fn named(shape: &Shape, group: GroupId) -> Vec<(String, Vec<u64>)> {
     add("mlp.down_proj.weight", &[c, f]);
     add("input_layernorm.weight", &[c]);
     add("post_attention_layernorm.weight", &[c]);
-    if shape.attention_bias {
+    if shape.qkv_bias {
         add("self_attn.q_proj.bias", &[q]);
         add("self_attn.k_proj.bias", &[kv]);
         add("self_attn.v_proj.bias", &[kv]);
+    }
+    if shape.o_bias {
         add("self_attn.o_proj.bias", &[c]);
     }
     if shape.mlp_bias {
@@ -216,7 +220,7 @@ fn named(shape: &Shape, group: GroupId) -> Vec<(String, Vec<u64>)> {
 mod tests {
     use super::*;
 
-    fn shape(bias: bool, tied: bool) -> Shape {
+    fn shape([qkv_bias, o_bias, mlp_bias]: [bool; 3], tied: bool) -> Shape {
         Shape {
             vocabulary: 7,
             hidden: 4,
@@ -226,16 +230,18 @@ mod tests {
             kv_heads: 1,
             head_dim: 4,
             eps: 1e-5,
-            attention_bias: bias,
-            mlp_bias: bias,
+            qkv_bias,
+            o_bias,
+            mlp_bias,
             tied,
         }
     }
 
     #[test]
     fn named_tensors_cover_each_group_exactly() {
-        for (bias, tied) in [(false, false), (true, false), (false, true), (true, true)] {
-            let shape = shape(bias, tied);
+        let (none, all, qwen2) = ([false; 3], [true; 3], [true, false, false]);
+        for (biases, tied) in [(none, false), (all, false), (none, true), (all, true), (qwen2, true)] {
+            let shape = shape(biases, tied);
             let groups = Groups::new(&shape);
             let specs = specs(&shape);
             assert_eq!(specs.len() as u64, groups.count());
@@ -264,7 +270,7 @@ mod tests {
 
     #[test]
     fn a_group_filled_in_pieces_is_the_group_filled_at_once() {
-        let shape = shape(true, false);
+        let shape = shape([true; 3], false);
         let groups = Groups::new(&shape);
         for group in (0..groups.count() as u32).map(GroupId) {
             let all: u64 = groups.parts_of(group).iter().map(Part::elements).sum();

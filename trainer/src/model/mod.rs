@@ -1,4 +1,5 @@
-//! The Llama, written out: which tensors it has and the straight lists of operator calls of a step.
+//! The Llama, written out: which tensors it has and the straight lists of operator calls of a step. Mistral and Qwen2
+//! are the same but for biases.
 //!
 //! Read in this order: [`groups`] (tensors and their Hugging Face names), [`embedding`], [`block`], [`head`].
 //! Nothing here knows where bytes are or when they move: every function takes views and issues operators.
@@ -30,8 +31,10 @@ pub struct Shape {
     pub head_dim: u64,
     /// ε of every RMSNorm.
     pub eps: f32,
-    /// Biases on q, k, v and o.
-    pub attention_bias: bool,
+    /// Biases on q, k and v.
+    pub qkv_bias: bool,
+    /// Bias on o.
+    pub o_bias: bool,
     /// Biases on gate, up and down.
     pub mlp_bias: bool,
     /// Whether the head is the embedding table.
@@ -49,7 +52,8 @@ impl From<&ModelConfig> for Shape {
             kv_heads: config.num_key_value_heads,
             head_dim: config.head_dim,
             eps: config.rms_norm_eps,
-            attention_bias: config.attention_bias,
+            qkv_bias: config.attention_bias,
+            o_bias: config.output_bias(),
             mlp_bias: config.mlp_bias,
             tied: config.tie_word_embeddings,
         }

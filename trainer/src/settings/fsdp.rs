@@ -37,6 +37,9 @@ const NOT_NEEDED: &[&str] = &[
     "version",
 ];
 
+/// What the blocks of the models that are trained here are called in transformers.
+const BLOCKS: [&str; 3] = ["LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"];
+
 /// Keys of the file that are read.
 const READ: &[&str] =
     &["activation_checkpointing", "cpu_offload", "reshard_after_forward", "transformer_layer_cls_to_wrap", "xla"];
@@ -143,10 +146,8 @@ impl File {
                 "xla" if switch()? => return Err(format!("{name} is true; XLA is not offered, leave it out")),
                 "xla" => file.unneeded.push(name.clone()),
                 "transformer_layer_cls_to_wrap" => {
-                    if let Some(other) = classes(value).into_iter().find(|class| *class != "LlamaDecoderLayer") {
-                        return Err(format!(
-                            "{name} names {other}; Llama's block is \"LlamaDecoderLayer\", and blocks are wrapped"
-                        ));
+                    if let Some(other) = classes(value).into_iter().find(|class| !BLOCKS.contains(&class.as_str())) {
+                        return Err(format!("{name} names {other}; what is wrapped are blocks: {}", BLOCKS.join(", ")));
                     }
                     file.unneeded.push(name.clone());
                 }
@@ -228,11 +229,15 @@ mod tests {
         assert!(notices[0].contains("not needed here: fsdp_transformer_layer_cls_to_wrap"), "{notices:?}");
         let all = r#"{"fsdp_version": 2, "reshard_after_forward": "true", "cpu_offload": true, "state_dict_type":
             "SHARDED_STATE_DICT", "activation_checkpointing": true, "transformer_layer_cls_to_wrap":
-            ["LlamaDecoderLayer"], "xla": false}"#;
+            ["Qwen2DecoderLayer"], "xla": false}"#;
         let (plugin, recompute, _) = given("full_shard auto_wrap", all).unwrap();
         assert_eq!((plugin.as_str(), recompute.as_str()), ("zero3_offload", "full"));
         refused("full_shard", r#"{"reshard_after_forward": false}"#, "say shard_grad_op");
-        refused("full_shard", r#"{"transformer_layer_cls_to_wrap": "GPT2Block"}"#, "GPT2Block");
+        refused(
+            "full_shard",
+            r#"{"transformer_layer_cls_to_wrap": "GPT2Block"}"#,
+            "GPT2Block; what is wrapped are blocks: LlamaDecoderLayer",
+        );
         refused("full_shard", r#"{"fsdp_forward_prefech": true}"#, "did you mean forward_prefetch?");
         refused("full_shard", r#"{"xla": true}"#, "XLA");
         refused("full_shard", r#"{"activation_checkpointing": 3}"#, "true or false");

@@ -23,7 +23,11 @@ pub(super) fn shape(file: &Gguf) -> Result<(ModelConfig, Vec<String>)> {
     let refuse = |reason: String| Error::Usage(format!("{}: {reason}", file.path().display()));
     match file.value("general.architecture") {
         Value::String(name) if name == "llama" => {}
-        other => return Err(refuse(format!("general.architecture is {other}; only \"llama\" is trained here"))),
+        other => {
+            return Err(refuse(format!(
+                "general.architecture is {other}; only \"llama\" is read from GGUF, use the model's Hugging Face folder"
+            )));
+        }
     }
     if file.tensors.contains_key("rope_freqs.weight") {
         return Err(refuse(

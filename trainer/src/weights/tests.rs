@@ -3,11 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use super::{ExportDType, HfFolder, RandomWeights, export, hf_tensors};
-use crate::config::{ModelConfig, RopeScaling};
+use crate::config::{Family, ModelConfig, RopeScaling};
 use crate::source::TensorSource;
 
 fn tiny() -> ModelConfig {
     ModelConfig {
+        family: Family::Llama,
         vocab_size: 97,
         hidden_size: 48,
         intermediate_size: 64,
@@ -21,8 +22,10 @@ fn tiny() -> ModelConfig {
         max_position_embeddings: 64,
         attention_bias: true,
         mlp_bias: false,
+        sliding_window: None,
         tie_word_embeddings: false,
         initializer_range: 0.02,
+        token_ids: Default::default(),
     }
 }
 

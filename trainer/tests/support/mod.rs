@@ -40,6 +40,11 @@ pub fn shared(path: &str) -> Option<PathBuf> {
     }
 }
 
+/// A folder of the inputs beside the tests.
+pub fn inputs(path: &str) -> PathBuf {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/inputs")).join(path)
+}
+
 /// Whether engines run on a GPU.
 pub fn on_cuda() -> bool {
     std::env::var("CASTOR_TEST_BACKEND").is_ok_and(|backend| backend == "cuda")
