@@ -91,10 +91,40 @@ for a, b in (('replicas', 'ddp'), ('split', 'ddp'), ('synced', 'split'), ('synce
     except Exception as e: print('  ', a, b, e)
 P
 fi
+if part alone; then
+  one="--eval_fraction 0 --lr 1e-3 --logging_steps 1 --no_save_model"
+  python3 -c "
+import json
+for i in range(600): print(json.dumps({'text': f'document {i} says ' + ' '.join(str(i * k % 97) for k in range(1 + i % 60))}))" >/tmp/documents.jsonl
+  for backend in cuda cpu; do
+    timeout 60 "$castor" train --backend $backend --config configs/castor-tiny.json --data /tmp/documents.jsonl --tokenizer bytes --document_mask --mixed_precision no \
+      --max_length 256 --batch_size 4 --max_steps 10 $one --output_dir /tmp/runs/alone_masked_$backend >"$out/alone.log" 2>&1 || say "masked $backend: exit $?: $(grep error "$out/alone.log" | head -1 | cut -c1-200)"
+  done
+  timeout 60 "$castor" train --backend cuda --config configs/castor-tiny.json --data /tmp/documents.jsonl --tokenizer bytes --document_mask --mixed_precision bf16 \
+    --max_length 256 --batch_size 4 --max_steps 10 $one --output_dir /tmp/runs/alone_masked_bf16 >"$out/alone.log" 2>&1 || say "masked bf16: exit $?"
+  saves="--backend cuda --config configs/smollm2-135m.json --data /tmp/random.bin --mixed_precision bf16 --max_length 2048 --batch_size 8 --max_steps 60 --save_steps 20 $one"
+  for async in on off; do
+    timeout 60 "$castor" train $saves --async_save $async --output_dir /tmp/runs/alone_$async >"$out/alone_$async.txt" 2>&1 || say "save $async: exit $?: $(grep error "$out/alone_$async.txt" | head -1 | cut -c1-200)"
+    grep -E "held|waited|save" "$out/alone_$async.txt" | tail -n 5 | cut -c1-200 | tee -a "$summary"
+  done
+  cp -r /tmp/runs/alone_on /tmp/runs/alone_again; rm -rf /tmp/runs/alone_again/checkpoint-{40,60}
+  timeout 60 "$castor" train $saves --resume latest --output_dir /tmp/runs/alone_again >"$out/alone.log" 2>&1 || say "resume: exit $?: $(grep error "$out/alone.log" | head -1 | cut -c1-200)"
+  python3 - <<'P' | tee -a "$summary"
+import json
+def steps(name): return [(x['loss'], x['grad_norm']) for x in map(json.loads, open(f'/tmp/runs/alone_{name}/train_log.jsonl')) if x.get('kind') == 'step']
+def seconds(name): return [round(x['seconds'], 3) for x in map(json.loads, open(f'/tmp/runs/alone_{name}/train_log.jsonl')) if x.get('kind') == 'step']
+try:
+    a, b, c = steps('masked_cuda'), steps('masked_cpu'), steps('masked_bf16')
+    print('   masked, fp32, cuda against cpu:', max(abs(x[0] / y[0] - 1) for x, y in zip(a, b)), '· bf16 against fp32:', max(abs(x[0] / y[0] - 1) for x, y in zip(a, c)))
+    print('   saves beside and held, 60 steps: equal bits', steps('on') == steps('off'), '· resumed at 20: equal bits', steps('again')[-40:] == steps('on')[20:], len(steps('again')))
+    print('   seconds around the saves: beside', seconds('on')[18:23], seconds('on')[38:43], 'held', seconds('off')[18:23], seconds('off')[38:43])
+except Exception as e: print('   alone:', e)
+P
+fi
 if part 70b; then
   random_tokens 256
   LIMIT=${LONG:-480} two 70b --backend cuda --config configs/llama2-70b.json --mixed_precision bf16 --no_deterministic --optimizer_states 8bit --plugin gemini_cuda \
-    --sync_each_batch --recompute full --batch_size 1 --gradient_accumulation_steps 16 --max_steps ${STEPS_70B:-10} --warmup_steps 2 --host_memory 124GiB --nvme /tmp --nvme_capacity 30GiB
+    --sync_each_batch --recompute full --batch_size 1 --gradient_accumulation_steps 16 --max_steps ${STEPS_70B:-10} --warmup_steps 2 --host_memory ${HOST_70B:-123GiB} --nvme /tmp --nvme_capacity 30GiB
   free -g | head -2 | tee -a "$summary"
 fi
 if part offload; then

@@ -11,7 +11,7 @@ use castor_runtime::{GroupId, plan::Rehearse, policy::DevicePolicy};
 use castor_trainer::{
     activations::{Keep, LOGITS_BYTES},
     blueprint::{Blueprint, Options, formats},
-    config::{ModelConfig, RopeScaling},
+    config::{Family, ModelConfig, RopeScaling},
     engine::{Engine, StepInputs},
     inputs::MicroBatch,
     rates::Rates,
@@ -32,6 +32,9 @@ const ORDER: f64 = 1e-5;
 
 fn options(sequence: u64, batch: u64, document_mask: bool, fused_attention: bool) -> Options {
     let config = ModelConfig {
+        family: Family::Llama,
+        sliding_window: None,
+        token_ids: std::collections::BTreeMap::new(),
         vocab_size: VOCABULARY as u64,
         hidden_size: 48,
         intermediate_size: 80,
@@ -60,6 +63,7 @@ fn options(sequence: u64, batch: u64, document_mask: bool, fused_attention: bool
         keep: vec![Keep::Block, Keep::All],
         first_keep: Keep::All,
         sync_each_batch: false,
+        snapshots: false,
         fused_attention,
         document_mask,
         deterministic: true,
