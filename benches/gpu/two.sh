@@ -78,10 +78,6 @@ if part groups; then
   group ddp --plugin ddp; group replicas --plugin zero3 --shard_size 1; group split --plugin zero3
   group synced --plugin zero3 --sync_each_batch
   group synced_host --plugin gemini_cpu --sync_each_batch --device_memory 2GiB
-  (sleep 12; pkill -STOP -f -n "output_dir /tmp/runs/stopped"; date +%s.%N >/tmp/stopped_at) &
-  timeout 60 "$castor" run --nproc_per_node 2 --timeout 5 train $small --max_steps 100000 --plugin zero3 --output_dir /tmp/runs/stopped >"$out/stopped.txt" 2>&1
-  say "stopped rank: exit $? $(python3 -c "import time; print(round(time.time() - float(open('/tmp/stopped_at').read()), 1), 's after it was stopped')") · processes left: $(pgrep -cf runs/stopped)"
-  grep -E "rank|answer" "$out/stopped.txt" | tail -n 3 | cut -c1-200 | tee -a "$summary"
   python3 - <<'P' | tee -a "$summary"
 import json
 def steps(name): return [(x['loss'], x['grad_norm']) for x in map(json.loads, open(f'/tmp/runs/group_{name}/train_log.jsonl')) if x.get('kind') == 'step']
@@ -147,4 +143,11 @@ if part article; then
     OMP_NUM_THREADS=16 timeout 70 python3 -m torch.distributed.run --standalone --nproc-per-node 2 $peer --size 7b --layers 4 --dtype fp16 --batch 8 --accum 2 \
       --gc --attn $attention --mode ddp --steps 4 --warmup 2 --time-limit 60 2>"$out/peer.log" | grep '^{"peer"' | tail -1 | cut -c1-330 | tee -a "$summary"
   done
+fi
+if part stopped; then
+  small="--backend cuda --config configs/smollm2-135m.json --max_length 512 --data /tmp/random.bin --eval_fraction 0 --no_save_model --mixed_precision bf16 --batch_size 4"
+  (sleep 12; pkill -STOP -f -n "output_dir /tmp/runs/stopped"; date +%s.%N >/tmp/stopped_at) &
+  timeout -k 5 60 "$castor" run --nproc_per_node 2 --timeout 5 train $small --max_steps 100000 --plugin zero3 --output_dir /tmp/runs/stopped >"$out/stopped.txt" 2>&1
+  say "stopped rank: exit $? $(python3 -c "import time; print(round(time.time() - float(open('/tmp/stopped_at').read()), 1), 's after it was stopped')") · processes left: $(pgrep -cf runs/stopped)"
+  grep -E "rank|answer" "$out/stopped.txt" | tail -n 3 | cut -c1-200 | tee -a "$summary"
 fi

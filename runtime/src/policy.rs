@@ -3,9 +3,8 @@
 
 use crate::error::{Error, Result};
 use crate::layout::Layout;
-use crate::plan::{GRANULE, placed_bytes};
+use crate::plan::{FILE_GRANULE, GRANULE, placed_bytes};
 use crate::schedule::{Schedule, in_place};
-use crate::tensor_mgr::STAGED_BYTES;
 use crate::units::{ChunkId, Role};
 use castor_kernels::Tier;
 
@@ -40,6 +39,16 @@ pub struct Placement {
 
 /// Pieces of chunks that may be between disk and device at once.
 const STAGED_PIECES: u64 = 16;
+
+/// Most bytes of a piece: enough for the disk's speed.
+const STAGED_BYTES: u64 = 64 << 20;
+
+impl Placement {
+    /// Bytes that pass through staging at a time: many such pieces are on their way at once, in either direction.
+    pub fn staged_bytes(&self) -> u64 {
+        (self.staging_bytes / STAGED_PIECES / FILE_GRANULE * FILE_GRANULE).max(FILE_GRANULE)
+    }
+}
 
 /// Decides homes.
 pub trait PlacementPolicy {

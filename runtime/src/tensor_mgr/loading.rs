@@ -1,11 +1,10 @@
 //! The control plane's access to chunks at home: initial weights in, exact weights out, raw bytes both ways.
 
 use super::StatefulTensorMgr;
-use super::moves::file_pieces;
+use super::moves::{Piece, file_pieces};
 use crate::error::{Error, Result};
 use crate::fence::Fence;
 use crate::ledger::Category;
-use crate::plan::{FILE_GRANULE, placed_bytes};
 use crate::units::{ChunkId, GroupId, Role};
 use castor_kernels::{DType, Span, Stream, Tier, numeric};
 use rayon::prelude::*;
@@ -146,7 +145,7 @@ impl StatefulTensorMgr {
             self.backend.download(home, &mut out)?;
             return Ok(out);
         }
-        for (file, piece) in file_pieces(home) {
+        for (file, piece) in file_pieces(home, self.plan.placement.staged_bytes()) {
             let (stage, free) = self.take_staging(file.bytes)?;
             let read = self.transfer.copy(Stream::NvmeRead, file, stage, free)?;
             self.join(read)?;
@@ -196,15 +195,22 @@ impl StatefulTensorMgr {
                 }
                 (Tier::Device, None) => self.backend.download(source, part)?,
                 (Tier::Host, _) => self.copy_out(source, part),
+                // Whole pieces, as they were written: so their checksums are verified.
                 (Tier::Nvme, _) => {
-                    let begin = range.start / FILE_GRANULE * FILE_GRANULE;
-                    let padded = placed_bytes(Tier::Nvme, range.end - begin);
-                    let (stage, free) = self.take_staging(padded)?;
-                    let file = Span::new(Tier::Nvme, home.offset + begin, padded);
-                    let read = self.transfer.copy(Stream::NvmeRead, file, stage, free)?;
-                    self.join(read)?;
-                    self.copy_out(stage.part(range.start - begin, source.bytes), part);
-                    self.staging.give(stage, read);
+                    let wanted =
+                        |piece: &Piece| range.start.max(piece.offset)..range.end.min(piece.offset + piece.bytes);
+                    for (file, piece) in file_pieces(home, self.plan.placement.staged_bytes())
+                        .filter(|(_, piece)| !wanted(piece).is_empty())
+                    {
+                        let wanted = wanted(&piece);
+                        let (stage, free) = self.take_staging(file.bytes)?;
+                        let read = self.transfer.copy(Stream::NvmeRead, file, stage, free)?;
+                        self.join(read)?;
+                        let bytes = wanted.end - wanted.start;
+                        let out = &mut part[(wanted.start - range.start) as usize..][..bytes as usize];
+                        self.copy_out(stage.part(wanted.start - piece.offset, bytes), out);
+                        self.staging.give(stage, read);
+                    }
                 }
             }
         }
@@ -281,7 +287,7 @@ impl StatefulTensorMgr {
             return Ok(self.backend.upload(home.part(offset, bytes.len() as u64), bytes)?);
         }
         // Offsets are multiples of the piece, so only the last piece ends within a file granule.
-        for (file, piece) in file_pieces(home.part(offset, bytes.len() as u64)) {
+        for (file, piece) in file_pieces(home.part(offset, bytes.len() as u64), self.plan.placement.staged_bytes()) {
             let (stage, free) = self.take_staging(file.bytes)?;
             self.join(free)?;
             self.backend.write_host(stage, &bytes[piece.offset as usize..(piece.offset + piece.bytes) as usize]);

@@ -30,7 +30,6 @@ use crate::transfer::{Traffic, Transfer};
 use crate::units::{ChunkId, GroupId, Tick};
 use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
 pub use lease::Lease;
-pub(crate) use moves::STAGED_BYTES;
 use std::sync::Arc;
 pub use sums::Contribution;
 use sums::Places;

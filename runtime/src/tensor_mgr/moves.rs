@@ -13,19 +13,17 @@ use crate::schedule::Access;
 use crate::units::ChunkId;
 use castor_kernels::{Among, Span, Stream, Tier, View};
 
-/// What passes through staging at a time, in bytes: many pieces are on their way at once, in either direction.
-pub(crate) const STAGED_BYTES: u64 = 64 << 20;
-
-/// Where part of a chunk lies in the chunk.
+/// A part of a chunk.
 pub(super) struct Piece {
     pub offset: u64,
     pub bytes: u64,
 }
 
-/// The pieces in which a home on the disk passes through staging: places in the file, and in the chunk.
-pub(super) fn file_pieces(home: Span) -> impl Iterator<Item = (Span, Piece)> {
-    (0..home.bytes).step_by(STAGED_BYTES as usize).map(move |offset| {
-        let bytes = STAGED_BYTES.min(home.bytes - offset);
+/// The pieces of at most `most` bytes in which a home on the disk passes through staging: places in the file, and in
+/// the chunk.
+pub(super) fn file_pieces(home: Span, most: u64) -> impl Iterator<Item = (Span, Piece)> {
+    (0..home.bytes).step_by(most as usize).map(move |offset| {
+        let bytes = most.min(home.bytes - offset);
         (Span::new(Tier::Nvme, home.offset + offset, placed_bytes(Tier::Nvme, bytes)), Piece { offset, bytes })
     })
 }
@@ -98,7 +96,7 @@ impl StatefulTensorMgr {
             Tier::Host => (own, self.transfer.copy(Stream::HostToDevice, home, own, home_ready.and(free))?),
             Tier::Nvme => {
                 let mut ready = free;
-                for (file, piece) in file_pieces(home) {
+                for (file, piece) in file_pieces(home, self.plan.placement.staged_bytes()) {
                     let (stage, stage_free) = self.take_staging(file.bytes)?;
                     let read = self.transfer.copy(Stream::NvmeRead, file, stage, home_ready.and(stage_free))?;
                     let (source, target) = (stage.part(0, piece.bytes), own.part(piece.offset, piece.bytes));
@@ -163,7 +161,7 @@ impl StatefulTensorMgr {
             }
             Tier::Nvme => {
                 let (mut left_device, mut stored) = (written, written);
-                for (file, piece) in file_pieces(home) {
+                for (file, piece) in file_pieces(home, self.plan.placement.staged_bytes()) {
                     let (stage, stage_free) = self.take_staging(file.bytes)?;
                     let (from, to) = (source.part(piece.offset, piece.bytes), stage.part(0, piece.bytes));
                     left_device = self.transfer.copy(Stream::DeviceToHost, from, to, written.and(stage_free))?;
