@@ -12,7 +12,7 @@ use castor_kernels::Stream;
 use castor_runtime::layout::Layout;
 use castor_runtime::plan::Plan;
 use castor_runtime::timeline::{Pace, StepTime};
-use castor_runtime::{GroupId, Role};
+use castor_runtime::{Bytes, GroupId, Role};
 
 /// A step's predicted time.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,6 +32,23 @@ impl Estimate {
     /// A steady step of `plan`.
     pub fn of(plan: &Plan) -> Estimate {
         Estimate { time: plan.predicted.steady_time() }
+    }
+
+    /// What a rank's steady steps write to its disk, and how long a drive that may be written `endurance` TB lasts at this
+    /// pace with `ranks` on it. None if nothing is written.
+    pub fn wear(&self, plan: &Plan, ranks: u32, endurance: Option<f64>) -> Option<String> {
+        let written = plan.predicted.steady().nvme_write;
+        if written == 0 {
+            return None;
+        }
+        let tb_a_day = written as f64 * f64::from(ranks) / self.time.step_s * 86_400.0 / 1e12;
+        let lasts =
+            endurance.map(|tb| format!("; a drive that may be written {tb} TB lasts {:.1} days", tb / tb_a_day));
+        Some(format!(
+            "{} written to the disk per step and rank, {tb_a_day:.2} TB a day{}",
+            Bytes(written),
+            lasts.unwrap_or_else(|| "; --nvme_endurance TB says how long a drive lasts".into())
+        ))
     }
 
     /// What arithmetic waits for longest, or "compute" where it hardly waits.

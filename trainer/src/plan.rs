@@ -1,6 +1,7 @@
 //! `castor plan`: what would be where, what would move, whether it fits. Nothing is allocated.
 
 use crate::account;
+use crate::activations::Keep;
 use crate::blueprint::Blueprint;
 use crate::config::ModelConfig;
 use crate::error::{Error, Result, counted};
@@ -97,9 +98,14 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
         *levels.entry(format!("{level:?}").to_lowercase()).or_default() += 1;
     }
     let levels: Vec<String> = levels.iter().map(|(level, blocks)| format!("{level} × {blocks}")).collect();
-    println!("  blocks keep   {}", levels.join(", "));
+    let first =
+        if blueprint.options().first_keep == Keep::Block { "; in the first round their input alone" } else { "" };
+    println!("  blocks keep   {}{first}", levels.join(", "));
     println!("  together      {} of {} micro-batches", blueprint.options().round, blueprint.options().micro_batches);
     println!("  estimated     {estimate}");
+    if let Some(wear) = estimate.wear(&plan, local, settings.memory.nvme_endurance) {
+        println!("  disk          {wear}");
+    }
     println!("  rates         {}", hardware.rates.origin(settings.memory.nvme.is_some()));
     if let Some((index, worst)) = plan.predicted.ticks[0]
         .iter()

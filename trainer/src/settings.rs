@@ -221,6 +221,8 @@ pub struct MemorySettings {
     pub nvme: Option<PathBuf>,
     /// NVMe budget of this rank.
     pub nvme_capacity: Budget,
+    /// TB that the drive may be written in its life, if known.
+    pub nvme_endurance: Option<f64>,
     /// Placement `Static`: share of parameters on the host.
     pub offload_param_frac: f64,
     /// Placement `Static`: share of optimizer states on the host.

@@ -73,6 +73,7 @@ pub fn main(settings: &Settings) -> Result<()> {
     if speaks {
         let rates = hardware.rates.origin(settings.memory.nvme.is_some());
         notices.push(format!("estimated {estimate}; rates {rates}"));
+        notices.extend(estimate.wear(&plan, world.local_world, settings.memory.nvme_endurance));
         checkpoint::prepare(settings, blueprint.layout())?;
     }
     let facts = Facts::of(

@@ -373,6 +373,27 @@ fn a_step_of_many_micro_batches_on_two_ranks() {
     }
 }
 
+/// What a plan writes to the disk is what the drive wears by; how long that lasts follows from the step's time.
+#[test]
+fn a_plan_says_how_long_a_drive_lasts() {
+    let folder = Folder::new();
+    let plan = "plan --model_config model.json --max_length 16 --backend cpu --plugin gemini_cpu --device_memory 8MiB";
+    let disk = |more: &str| {
+        let (out, _) = folder.accepts(&format!("{plan} {more}"));
+        out.lines().find(|line| line.starts_with("  disk ")).map(str::to_owned)
+    };
+    assert_eq!(disk("--host_memory 8MiB --nvme . --nvme_endurance 600"), None, "nothing is on the disk");
+    let days = |tb: &str| -> f64 {
+        let line = disk(&format!("--host_memory 300KiB --nvme . --nvme_endurance {tb}")).expect("the disk is written");
+        line.split(" lasts ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap()
+    };
+    let (one, ten) = (days("600"), days("6000"));
+    assert!(one > 0.0 && (ten / one - 10.0).abs() < 0.05 * 10.0, "{one} and {ten} days");
+    let line = disk("--host_memory 300KiB --nvme .").unwrap();
+    assert!(line.contains("TB a day; --nvme_endurance"), "{line}");
+    folder.refuses(&format!("{plan} --nvme_endurance -1"), 2, &["--nvme_endurance is -1", "TB above 0"]);
+}
+
 /// The snapshot of saves beside the run is in the plan, or the plan says why there is none; it never displaces what
 /// trains unless it is told to.
 #[test]

@@ -244,6 +244,9 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
         host: budget("host_memory")?,
         nvme,
         nvme_capacity: budget("nvme_capacity")?,
+        nvme_endurance: raw.optional("nvme_endurance", "a number of TB above 0", |text| {
+            text.parse().ok().filter(|tb: &f64| tb.is_finite() && *tb > 0.0)
+        })?,
         offload_param_frac: fraction("offload_param_frac")?,
         offload_optim_frac: fraction("offload_optim_frac")?,
         recompute: raw.choice(

@@ -116,6 +116,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(MEMORY, "host_memory", None, &[], Value, "auto", "Host budget of this rank"),
     flag(MEMORY, "nvme", None, &["nvme_path"], Value, "", "Folder of the NVMe tier"),
     flag(MEMORY, "nvme_capacity", None, &[], Value, "auto", "NVMe budget of this rank"),
+    flag(MEMORY, "nvme_endurance", None, &["tbw"], Value, "", "TB that may be written to the drive in its life, to say how long it lasts"),
     flag(MEMORY, "shard_param_frac", None, &[], Value, "1", "Plugin gemini: share of parameters sharded; only 1 is offered"),
     flag(MEMORY, "offload_param_frac", None, &[], Value, "0", "Plugin gemini: share of parameters on the host"),
     flag(MEMORY, "offload_optim_frac", None, &[], Value, "0", "Plugin gemini: share of optimizer states on the host"),
