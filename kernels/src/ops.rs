@@ -239,8 +239,8 @@ pub trait Operators {
     /// `scratch` of at least [`Operators::attention_scratch_bytes`].
     ///
     /// `starts` i32 `[B,S]` is a document mask: for each token the position, within its row, of its document's
-    /// first token. Query i sees the keys from starts[i] to i, without it those from 0 to i. Documents are
-    /// contiguous: starts[i] ≤ i, and within a row starts never decrease.
+    /// first token. Query i sees the keys from `starts[i]` to i, without it those from 0 to i. Documents are
+    /// contiguous: `starts[i]` ≤ i, and within a row starts never decrease.
     fn attention(&self, qkv: View, starts: Option<View>, out: View, stats: View, scratch: View, shape: Attention);
 
     /// Gradient of [`Operators::attention`] with respect to q, k, v (after rotation), packed as `qkv`.
