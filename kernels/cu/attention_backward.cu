@@ -1,10 +1,10 @@
-// The backward of fused causal attention in tiles of 64 × 64: where attention_wide.cu does not fit (heads of 256,
+// The backward of fused causal attention in tiles of 64 × 64: where attention_ordered.cu does not fit (heads of 256,
 // chips with less shared memory). Options: those of attention_tiles.cuh. dQ has a kernel of its own that computes
 // the scores once more instead of adding atomically.
 //
 // spills allowed: attention_backward_kv with -DHEAD=256: rare heads; a few words outside of the inner products
 // spills allowed: attention_backward_q with -DHEAD=256: as above
-// spills allowed: attention_backward_kv with -DHEAD=128: as above; where it matters attention_wide.cu is used
+// spills allowed: attention_backward_kv with -DHEAD=128: as above; where it matters attention_ordered.cu is used
 
 // c[16, 64] += 16 rows of `left` times the transpose of 64 rows of `right`, over HEAD columns.
 __device__ __forceinline__ void multiply_transposed(float (&c)[8][4], u32 left, u32 left_row, u32 right) {

@@ -1,7 +1,7 @@
 // What the tensor-core attention kernels share: 16-bit tiles in shared memory and products of them. Put before
-// attention.cu, attention_backward.cu and attention_wide.cu, which are one program. Options: REAL (f16 or bf16),
-// HEAD (64, 128 or 256: the head dimension padded with zeros in shared memory), MASKED (queries see the keys from
-// their document's first on, not from 0 on).
+// attention.cu and one of its backwards, attention_backward.cu or attention_ordered.cu, which are one program.
+// Options: REAL (f16 or bf16), HEAD (64, 128 or 256: the head dimension padded with zeros in shared memory), MASKED
+// (queries see the keys from their document's first on, not from 0 on).
 //
 // A tile has HEAD columns of 16 bits; its 16-byte pieces are permuted (piece ^ row & 7) so that ldmatrix meets no
 // bank twice.
@@ -99,13 +99,17 @@ __device__ __forceinline__ u32 straight_place() {
     const u32 lane = threadIdx.x & 31;
     return piece_at(0, lane & 15, lane >> 4);
 }
-// As the right operand [k = columns, n = 16 rows]: the product with the tile's transpose.
+// As the right operand [k = columns, n = 16 rows]: the product with the tile's transpose. And as the left operand
+// of the transpose [m = 16 columns, k = 16 rows].
 __device__ __forceinline__ u32 crossed_place() {
     const u32 lane = threadIdx.x & 31;
     return piece_at(0, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
 __device__ __forceinline__ void left_operand(u32 (&a)[4], u32 tile, u32 row, u32 piece) {
     load_matrices(a, ((tile + straight_place()) ^ (piece << 4)) + row * (HEAD * 2));
+}
+__device__ __forceinline__ void left_operand_transposed(u32 (&a)[4], u32 tile, u32 row, u32 piece) {
+    load_matrices_transposed(a, ((tile + crossed_place()) ^ (piece << 4)) + row * (HEAD * 2));
 }
 __device__ __forceinline__ void right_operand_transposed(u32 (&b)[4], u32 tile, u32 row, u32 piece) {
     load_matrices(b, ((tile + crossed_place()) ^ (piece << 4)) + row * (HEAD * 2));
@@ -177,7 +181,6 @@ __device__ __forceinline__ void store_rows(u32 tile, u32 row, u32 rows, Real* ta
     }
 }
 __device__ __forceinline__ u32 rows_left(u32 sequence, u32 row) { return row < sequence ? sequence - row : 0; }
-
 
 // The first of the query tiles first..last (of `rows` rows) that sees no key before `key`, or `last`: starts never
 // decrease, so neither do those after it see one.

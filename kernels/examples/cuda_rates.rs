@@ -1,8 +1,9 @@
 //! What a GPU does for Castor, in numbers: TFLOP/s of matrix products and attention, GB/s of the kernels that
 //! only move memory, and of copies. Prints tables; takes about a minute.
 //!
-//! Run as `cuda_rates [TOKENS] [--only attention]` (16384 by default; Llama-7B shapes). With `--only attention` each
-//! way to cut Castor's own attention kernel has a line: TFLOP/s, and the worst relative error against the plain path.
+//! Run as `cuda_rates [TOKENS] [--only attention]` (16384 by default; Llama-7B shapes). With `--only attention`
+//! cuDNN and both ways to cut Castor's own attention kernel have a line each: TFLOP/s, and the worst relative error
+//! against the plain path.
 
 use castor_kernels::cuda::programs::Tiles;
 use castor_kernels::cuda::{Cuda, CudaOptions};
@@ -79,7 +80,11 @@ fn cuts(tokens: u64) -> Result<()> {
         let mut bench = Bench { cuda, top: 0, device_bytes };
         let workspace = bench.span(bench.cuda.workspace_bytes());
         bench.cuda.set_workspace(workspace);
-        let name = tiles.map_or_else(|| bench.cuda.attention_backend(), |tiles| format!("{tiles:?}"));
+        let name = match tiles {
+            None => bench.cuda.attention_backend(),
+            Some(Tiles::Small) => "Castor's own, small tiles".to_owned(),
+            Some(Tiles::Large) => "Castor's own, large tiles (default)".to_owned(),
+        };
         let mut row = format!("{name:42}");
         for [sequence, heads, kv_heads, head_dim] in CUT_SHAPES {
             let batch = (tokens / sequence).max(1);

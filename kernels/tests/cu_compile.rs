@@ -106,8 +106,9 @@ fn programs(architecture: &str, every: bool) -> Vec<Program> {
                     (from, to) == (DType::Bf16, DType::F32) || measured && (from, to) == (DType::F32, DType::Bf16)
                 }
                 Program::Attention(dtype, head, tiles, masked) => {
-                    let chosen = tiles == Tiles::DEFAULT || tiles == Tiles::SMALLEST;
-                    dtype == DType::Bf16 && chosen && (head == 128 && !masked || measured)
+                    // A mask only adds to a program.
+                    let told = masked || tiles == Tiles::Large && head == 128;
+                    dtype == DType::Bf16 && if measured { told } else { head == 128 && masked }
                 }
                 Program::Embed(dtype)
                 | Program::Rmsnorm(dtype)

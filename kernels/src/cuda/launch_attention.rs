@@ -7,7 +7,7 @@
 use super::Ptr;
 use super::launch::{Launcher, aligned, real};
 use super::modules::{Argument, Extent, arguments};
-use super::programs::{Backward, Program, Tiles};
+use super::programs::{Program, Tiles};
 use crate::ops::Attention;
 use crate::{DType, Error, Result};
 use cudarc::driver::sys::CUstream;
@@ -81,12 +81,15 @@ fn address_of(starts: Option<Ptr>, batch: u64, shape: Attention) -> u64 {
     starts.map_or(0, |starts| starts.address + batch * shape.sequence * 4)
 }
 
-/// Offsets in an ordered backward's scratch, behind delta f32 [B,H,S]: sums f32 [B·H·tiles, 64, head], turns u32
+/// Queries of a step of the ordered backward.
+const STEP_QUERIES: u64 = 64;
+
+/// Offsets in the ordered backward's scratch, behind delta f32 [B,H,S]: sums f32 [B·H·tiles, 64, head], turns u32
 /// [1 + B·H·tiles], the end.
 fn ordered_scratch(shape: Attention, head: u32) -> [u64; 3] {
-    let tiles = shape.batch * shape.heads * shape.sequence.div_ceil(WIDE_QUERIES);
+    let tiles = shape.batch * shape.heads * shape.sequence.div_ceil(STEP_QUERIES);
     let sums = (shape.tokens() * shape.heads * 4).next_multiple_of(256);
-    let turns = sums + tiles * WIDE_QUERIES * u64::from(head) * 4;
+    let turns = sums + tiles * STEP_QUERIES * u64::from(head) * 4;
     [sums, turns, turns + (1 + tiles) * 4]
 }
 
@@ -104,9 +107,6 @@ impl Operands<'_> {
         }
     }
 }
-
-/// Queries of a step of the wide backwards.
-const WIDE_QUERIES: u64 = 64;
 
 impl Launcher {
     /// `starts`: i32 `[B,S]` as for [`crate::Operators::attention`].
@@ -181,7 +181,7 @@ impl Launcher {
         let launch = |kernel, grid, threads, further: [u64; 2]| {
             let extent = Extent { grid, threads, shared: program.shared_bytes(kernel, shape.head_dim as u32) };
             let [sums, turns] = further;
-            // SAFETY: attention_backward_*(qkv, d_out, stats, delta, d_qkv, starts, shape), and for the wide one
+            // SAFETY: attention_backward_*(qkv, d_out, stats, delta, d_qkv, starts, shape), and for the ordered one
             // (…, sums, turns). Parameters that a kernel does not have are not read.
             unsafe {
                 self.modules.launch(
@@ -203,39 +203,30 @@ impl Launcher {
                 )
             }
         };
-        let narrow = |rows: u64, slices: u64| -> Result<()> {
+        let apart = |rows: u64, slices: u64| -> Result<()> {
             let tiles = shape.sequence.div_ceil(rows);
             launch("attention_backward_kv", (tiles, shape.kv_heads * slices, shape.batch), 128, [0; 2])?;
             launch("attention_backward_q", (tiles, shape.heads, shape.batch), 128, [0; 2])
         };
-        let wide = |keys: u32, further| {
-            let blocks = shape.sequence.div_ceil(keys.into()) * shape.kv_heads * shape.batch;
-            launch("attention_backward_wide", (blocks, 1, 1), 2 * keys, further)
-        };
         match program {
-            Program::Attention(_, _, Tiles { backward: Backward::Wide(keys), .. }, _) => {
-                wide(keys, [0; 2])?;
-                let tiles = shape.sequence.div_ceil(128);
-                launch("attention_backward_wide_q", (tiles, shape.heads, shape.batch), 128, [0; 2])
-            }
-            Program::Attention(_, head, Tiles { backward: Backward::Ordered(keys), .. }, _) => {
+            Program::Attention(_, head, Tiles::Large, _) => {
                 let [sums, turns, end] = ordered_scratch(shape, head).map(|offset| scratch.address + offset);
                 self.zero(stream, turns, end - turns)?;
-                wide(keys, [sums, turns])
+                // A block owns as many keys as the head has columns.
+                let blocks = shape.sequence.div_ceil(head.into()) * shape.kv_heads * shape.batch;
+                launch("attention_backward_ordered", (blocks, 1, 1), 2 * head, [sums, turns])
             }
-            Program::Attention(_, head, ..) => narrow(64, if head == 256 { 2 } else { 1 }),
-            _ => narrow(16, 1),
+            Program::Attention(_, head, ..) => apart(64, if head == 256 { 2 } else { 1 }),
+            _ => apart(16, 1),
         }
     }
 
-    /// f32 [B,H,S] for the fused backward, and what an ordered one takes behind it; two of f32 [H,S,S] for the
+    /// f32 [B,H,S] for the fused backward, and what the ordered one takes behind it; two of f32 [H,S,S] for the
     /// plain path.
     pub(crate) fn attention_scratch_bytes(&self, shape: Attention, dtype: DType, masked: bool) -> u64 {
         match self.fused_program(dtype, shape, masked) {
             _ if !shape.fused => 2 * shape.heads * shape.sequence * shape.sequence * 4,
-            Ok(Program::Attention(_, head, Tiles { backward: Backward::Ordered(_), .. }, _)) => {
-                ordered_scratch(shape, head)[2]
-            }
+            Ok(Program::Attention(_, head, Tiles::Large, _)) => ordered_scratch(shape, head)[2],
             _ => shape.tokens() * shape.heads * 4,
         }
     }
@@ -251,18 +242,20 @@ impl Launcher {
         let head = if shape.head_dim <= 64 { 64 } else { shape.head_dim.next_power_of_two() as u32 };
         let limit = self.modules.shared_limit;
         let with = |tiles| Program::Attention(dtype, head, tiles, masked);
-        let mut tiles = self.tiles;
-        let forward = with(tiles).shared_bytes("attention_forward", 0);
-        // Two blocks of the forward shall share a multiprocessor; a large head leaves no room for stages.
-        if head == 256 || 2 * forward > limit {
-            tiles.stages = 1;
-        }
-        if head == 256 || with(tiles).shared_bytes("attention_backward_wide", 0) > limit {
-            tiles.backward = Backward::Narrow;
-        }
-        let fast = with(tiles);
-        let fits = fast.shared_bytes("attention_backward_kv", 0) <= limit;
-        Ok(if dtype != DType::F32 && fits { fast } else { Program::AttentionAny(dtype) })
+        let (small, large) = (with(Tiles::Small), with(Tiles::Large));
+        // Two blocks of the forward shall share a multiprocessor.
+        let large_fits = head < 256
+            && 2 * large.shared_bytes("attention_forward", 0) <= limit
+            && large.shared_bytes("attention_backward_ordered", 0) <= limit;
+        Ok(if dtype == DType::F32 {
+            Program::AttentionAny(dtype)
+        } else if self.tiles == Tiles::Large && large_fits {
+            large
+        } else if small.shared_bytes("attention_backward_kv", 0) <= limit {
+            small
+        } else {
+            Program::AttentionAny(dtype)
+        })
     }
 
     /// One product of the plain path, over all of a sequence's heads.

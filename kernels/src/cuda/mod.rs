@@ -76,7 +76,7 @@ pub struct CudaOptions {
     pub tf32: bool,
     /// Use Castor's own attention kernel even where cuDNN could be used: to compare the two.
     pub own_attention: bool,
-    /// How Castor's own attention kernel is cut, where that fits; None: [`programs::Tiles::DEFAULT`].
+    /// How Castor's own attention kernel is cut, where that fits; None: [`programs::Tiles::Large`].
     pub attention_tiles: Option<programs::Tiles>,
     /// Keep device times of marks, for [`Order::elapsed_ns`].
     pub timed: bool,
@@ -122,7 +122,7 @@ impl Cuda {
         let name = context.name().map_err(|e| refusal("cuDeviceGetName", e))?;
         let failures = Arc::new(Failures::default());
         let marks = Arc::new(Marks::new(&context, options.timed)?);
-        let launcher = launch::Launcher::new(&context, options.attention_tiles.unwrap_or(programs::Tiles::DEFAULT))?;
+        let launcher = launch::Launcher::new(&context, options.attention_tiles.unwrap_or(programs::Tiles::Large))?;
         let alone = options.link.as_ref().is_none_or(|link| link.world() == 1);
         let tunes = !options.deterministic || (alone && algorithms::remembers());
         let gemm = gemm::Gemm::new(&name, options.tf32, tunes)?;

@@ -31,42 +31,29 @@ pub enum Formula {
     Sophia,
 }
 
-/// How the backward of attention on tensor cores is cut.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Backward {
-    /// Tiles of 64 × 64 in 97 KiB of shared memory: attention_backward.cu.
-    Narrow,
-    /// Tiles of 64 queries and 64 or 128 keys, dQ in a kernel of its own: attention_wide.cu.
-    Wide(u32),
-    /// As `Wide`, with dQ summed in f32 in scratch, one block after the other.
-    Ordered(u32),
-}
-
 /// How attention on tensor cores is cut.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Tiles {
-    /// Tiles of keys and of values that the forward has in shared memory: 1 or 2.
-    pub stages: u32,
-    /// The backward.
-    pub backward: Backward,
+pub enum Tiles {
+    /// One tile of keys and of values in the forward; a backward of 64 × 64 with dQ in a kernel of its own
+    /// (attention_backward.cu). What every device with 97 KiB for a block can run, and the one way for heads of 256.
+    Small,
+    /// Two tiles of keys and of values in the forward; a backward of 64 queries and as many keys as the head has
+    /// columns (64 or 128), which adds dQ up in scratch in a fixed order (attention_ordered.cu). What is used where
+    /// it fits: the fewest products, each operand from shared memory used twice.
+    Large,
 }
 
 impl Tiles {
-    /// What fits every device.
-    pub const SMALLEST: Tiles = Tiles { stages: 1, backward: Backward::Narrow };
+    /// Both.
+    pub const ALL: [Tiles; 2] = [Tiles::Small, Tiles::Large];
 
-    /// What is used where it fits: the fewest products, each operand from shared memory used twice.
-    pub const DEFAULT: Tiles = Tiles { stages: 2, backward: Backward::Ordered(128) };
-
-    /// Every way to cut it, for measurements.
-    pub const ALL: [Tiles; 6] = [
-        Tiles::SMALLEST,
-        Tiles { stages: 2, backward: Backward::Narrow },
-        Tiles { stages: 2, backward: Backward::Wide(64) },
-        Tiles { stages: 2, backward: Backward::Wide(128) },
-        Tiles { stages: 2, backward: Backward::Ordered(64) },
-        Tiles { stages: 2, backward: Backward::Ordered(128) },
-    ];
+    /// Tiles of keys, and of values, that the forward has in shared memory.
+    const fn stages(self) -> u32 {
+        match self {
+            Tiles::Small => 1,
+            Tiles::Large => 2,
+        }
+    }
 }
 
 /// One compilation unit.
@@ -95,7 +82,7 @@ pub enum Program {
     /// Sophia's estimate: gradient, estimate.
     Hessian(DType, DType),
     /// Attention on tensor cores (f16 or bf16); heads padded to 64, 128 or 256 (the last with
-    /// [`Tiles::SMALLEST`] alone); with document masks where the flag is set.
+    /// [`Tiles::Small`] alone); with document masks where the flag is set.
     Attention(DType, u32, Tiles, bool),
     /// Attention in f32 arithmetic.
     AttentionAny(DType),
@@ -161,12 +148,12 @@ impl Program {
             Program::Finish => include_str!("../../cu/finish.cu"),
             Program::Update(..) | Program::Hessian(..) => include_str!("../../cu/update.cu"),
             Program::Attention(_, _, tiles, _) => {
-                let backward = match tiles.backward {
-                    Backward::Narrow => {
+                let backward = match tiles {
+                    Tiles::Small => {
                         concat!("\n#line 1 \"attention_backward.cu\"\n", include_str!("../../cu/attention_backward.cu"))
                     }
-                    Backward::Wide(_) | Backward::Ordered(_) => {
-                        concat!("\n#line 1 \"attention_wide.cu\"\n", include_str!("../../cu/attention_wide.cu"))
+                    Tiles::Large => {
+                        concat!("\n#line 1 \"attention_ordered.cu\"\n", include_str!("../../cu/attention_ordered.cu"))
                     }
                 };
                 let forward = include_str!("../../cu/attention.cu");
@@ -204,12 +191,7 @@ impl Program {
             Program::Attention(dtype, head, tiles, masked) => {
                 options.push(real(dtype));
                 options.push(format!("-DHEAD={head}"));
-                options.push(format!("-DSTAGES={}", tiles.stages));
-                match tiles.backward {
-                    Backward::Narrow => {}
-                    Backward::Wide(keys) => options.push(format!("-DKEYS={keys}")),
-                    Backward::Ordered(keys) => options.extend([format!("-DKEYS={keys}"), "-DORDERED".to_owned()]),
-                }
+                options.push(format!("-DSTAGES={}", tiles.stages()));
                 if masked {
                     options.push("-DMASKED".to_owned());
                 }
@@ -247,18 +229,15 @@ impl Program {
             // Queries, keys, values.
             (Program::Attention(_, head, tiles, _), "attention_forward") => {
                 let rows = if head == 256 { 64 } else { 128 };
-                (rows + 2 * tiles.stages * 64) * head * 2
+                (rows + 2 * tiles.stages() * 64) * head * 2
             }
             // Two tiles that stay, two stages of two that pass; two stages of two rows of f32.
             (Program::Attention(_, head, ..), "attention_backward_q") => 6 * 64 * head * 2,
             (Program::Attention(_, head, ..), "attention_backward_kv") => 6 * 64 * head * 2 + 4 * 64 * 4,
             // Keys and values; probabilities and their gradients; two stages of two tiles and two rows of f32.
-            (Program::Attention(_, head, Tiles { backward, .. }, _), "attention_backward_wide") => {
-                let keys = if let Backward::Wide(keys) | Backward::Ordered(keys) = backward { keys } else { 0 };
-                2 * keys * head * 2 + 2 * 64 * keys * 2 + 4 * 64 * head * 2 + 4 * 64 * 4
+            (Program::Attention(_, head, ..), "attention_backward_ordered") => {
+                (2 * head + 6 * 64) * head * 2 + 4 * 64 * 4
             }
-            // Two tiles of 128 queries, two stages of two of 32 keys.
-            (Program::Attention(_, head, ..), "attention_backward_wide_q") => (2 * 128 + 4 * 32) * head * 2,
             // 16 rows unpadded, 32 rows padded by one.
             (Program::AttentionAny(_), "attention_forward") => (16 * head_dim + 2 * 32 * (head_dim + 1)) * 4,
             (Program::AttentionAny(_), "attention_backward_q" | "attention_backward_kv") => {
@@ -271,13 +250,9 @@ impl Program {
     /// Kernels whose dynamic shared memory may exceed what every device gives unasked.
     pub(crate) const fn large_kernels(self) -> &'static [&'static str] {
         match self {
-            Program::Attention(..) | Program::AttentionAny(_) => &[
-                "attention_forward",
-                "attention_backward_q",
-                "attention_backward_kv",
-                "attention_backward_wide",
-                "attention_backward_wide_q",
-            ],
+            Program::Attention(..) | Program::AttentionAny(_) => {
+                &["attention_forward", "attention_backward_q", "attention_backward_kv", "attention_backward_ordered"]
+            }
             _ => &[],
         }
     }
@@ -303,7 +278,7 @@ impl Program {
             all.extend(MOMENTS.map(|estimate| Program::Hessian(dtype, estimate)));
             if dtype != DType::F32 {
                 for masked in [false, true] {
-                    all.push(Program::Attention(dtype, 256, Tiles::SMALLEST, masked));
+                    all.push(Program::Attention(dtype, 256, Tiles::Small, masked));
                     for head in [64, 128] {
                         all.extend(Tiles::ALL.map(|tiles| Program::Attention(dtype, head, tiles, masked)));
                     }
