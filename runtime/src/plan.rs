@@ -208,8 +208,24 @@ impl Plan {
         };
         // A window can be too small although its sum suffices (holes between copies of different sizes): the
         // rehearsal finds out, and the policy is asked again with what was missing.
+        let longest = match length {
+            Rehearse::ToCompare => COMPARED,
+            Rehearse::ToRun => {
+                let ticks = schedules[Pass::Train.index()].len();
+                (REHEARSED_TICKS / ticks.max(1)).clamp(COMPARED, LONGEST_REHEARSAL)
+            }
+        };
+        let mut refused = None;
+        // One step from an empty window is all that must fit: what does so is kept, in case nothing better is found.
+        let mut least: Option<Plan> = None;
         for _ in 0..8 {
-            let placement = policy.place(&view)?;
+            let placement = match policy.place(&view) {
+                Ok(placement) => placement,
+                Err(error) => {
+                    refused = Some(error);
+                    break;
+                }
+            };
             let mut plan = Plan {
                 policy: policy.name(),
                 placement,
@@ -219,29 +235,45 @@ impl Plan {
                 fresh_every: None,
                 predicted: Prediction::default(),
             };
-            let mut manager = StatefulTensorMgr::rehearsing(dry(), layout.clone(), plan.clone(), pace)?;
-            manager.reserve_driver(driver_bytes);
-            match Self::predict(&mut manager, passes, rehearse, length) {
-                Ok((predicted, fresh_every)) => {
-                    (plan.predicted, plan.fresh_every) = (predicted, fresh_every);
-                    return Ok(plan);
+            let mut most = longest;
+            let short_by = loop {
+                let mut manager = StatefulTensorMgr::rehearsing(dry(), layout.clone(), plan.clone(), pace)?;
+                manager.reserve_driver(driver_bytes);
+                let mut steps = 0;
+                match Self::predict(&mut manager, passes, rehearse, most, &mut steps) {
+                    Ok((predicted, fresh_every)) => {
+                        (plan.predicted, plan.fresh_every) = (predicted, fresh_every);
+                        if most > 1 {
+                            return Ok(plan);
+                        }
+                        least = Some(plan.clone());
+                        break 0;
+                    }
+                    // So many went well from an empty window: it is emptied after as many.
+                    Err(Error::OutOfRoom { tier: Tier::Device, .. })
+                        if steps > 1 || (steps == 1 && least.is_none()) =>
+                    {
+                        most = steps;
+                    }
+                    Err(Error::OutOfRoom { tier: Tier::Device, short_by, .. }) => break short_by,
+                    Err(other) => return Err(other),
                 }
-                Err(Error::OutOfRoom { tier: Tier::Device, short_by, .. }) => {
-                    // A window full of holes may be short by next to nothing, and next to nothing would not help.
-                    let more = short_by.max(plan.placement.window_bytes / 16);
-                    view.window_shortage += more.div_ceil(GRANULE) * GRANULE;
-                }
-                Err(other) => return Err(other),
-            }
+            };
+            // A window full of holes may be short by next to nothing, and next to nothing would not help.
+            let more = short_by.max(plan.placement.window_bytes / 16);
+            view.window_shortage += more.div_ceil(GRANULE) * GRANULE;
         }
-        let placement = policy.place(&view)?;
-        Err(Error::OutOfRoom {
-            tier: Tier::Device,
-            what: "the window stays fragmented".into(),
-            budget: budgets.device,
-            short_by: view.window_shortage,
-            largest_users: vec![("window".into(), placement.window_bytes)],
-        })
+        match (least, refused) {
+            (Some(plan), _) => Ok(plan),
+            (None, Some(error)) => Err(error),
+            (None, None) => Err(Error::OutOfRoom {
+                tier: Tier::Device,
+                what: "the window stays fragmented".into(),
+                budget: budgets.device,
+                short_by: view.window_shortage,
+                largest_users: vec![("window".into(), policy.place(&view)?.window_bytes)],
+            }),
+        }
     }
 
     /// Records the schedules with everything on an unlimited device.
@@ -273,20 +305,16 @@ impl Plan {
         Ok(manager.recorded())
     }
 
-    /// Rehearses training steps until the manager is in a state in which it was before (from there on the steps
-    /// repeat), then one pass of each other kind. Also [`Plan::fresh_every`].
+    /// Rehearses at most `longest` training steps, of which `steps` counts those that went well, until the manager is in a
+    /// state in which it was before (from there on the steps repeat), then one pass of each other kind. Also [`Plan::fresh_every`].
     fn predict(
         manager: &mut StatefulTensorMgr,
         passes: &[Pass],
         rehearse: Rehearsal<'_>,
-        length: Rehearse,
+        longest: usize,
+        steps: &mut usize,
     ) -> Result<(Prediction, Option<u64>)> {
         let (mut train, mut times, mut seen) = (Vec::new(), Vec::new(), Vec::new());
-        let ticks = manager.plan().schedules[Pass::Train.index()].len();
-        let longest = match length {
-            Rehearse::ToCompare => COMPARED,
-            Rehearse::ToRun => (REHEARSED_TICKS / ticks.max(1)).clamp(COMPARED, LONGEST_REHEARSAL),
-        };
         let (cycle, fresh_every) = loop {
             let signature = manager.signature();
             if let Some(step) = seen.iter().position(|earlier| *earlier == signature) {
@@ -299,7 +327,9 @@ impl Plan {
             rehearse(manager, Pass::Train)?;
             train.push(manager.last_traffic(Pass::Train));
             times.extend(manager.last_time());
+            *steps = train.len();
         };
+        *steps = 0;
         for &pass in passes.iter().filter(|pass| **pass != Pass::Train) {
             rehearse(manager, pass)?;
         }

@@ -373,6 +373,27 @@ fn a_step_of_many_micro_batches_on_two_ranks() {
     }
 }
 
+/// A larger budget never refuses what a smaller one takes, and the planner takes what full recompute fits.
+#[test]
+fn what_fits_goes_on_fitting() {
+    let folder = Folder::new();
+    let plan = "plan --model_config model.json --max_length 64 --batch_size 2 --gradient_accumulation_steps 2 \
+                --backend cpu --host_memory 256MiB";
+    let fits = |kib: u64, more: &str| {
+        let output = folder.output(&format!("{plan} --device_memory {kib}KiB {more}"));
+        assert!([Some(0), Some(3)].contains(&output.status.code()), "{}", text(&output.stderr));
+        output.status.success()
+    };
+    let mut budgets: Vec<u64> = vec![100];
+    while *budgets.last().unwrap() < 4096 {
+        budgets.push(budgets.last().unwrap() * 103 / 100 + 1);
+    }
+    let first = budgets.iter().position(|kib| fits(*kib, "--recompute full")).expect("four MiB are plenty");
+    for kib in &budgets[first..] {
+        assert!(fits(*kib, ""), "{kib} KiB are refused, though {} are enough", budgets[first]);
+    }
+}
+
 /// What a plan writes to the disk is what the drive wears by; how long that lasts follows from the step's time.
 #[test]
 fn a_plan_says_how_long_a_drive_lasts() {
