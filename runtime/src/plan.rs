@@ -152,8 +152,9 @@ pub struct Plan {
 pub type Rehearsal<'a> = &'a dyn Fn(&mut StatefulTensorMgr, Pass) -> Result<()>;
 
 impl Plan {
-    /// Plans for `layout` under `budgets`, for a run that has these `passes` on hardware of this `pace`. `dry` makes a fresh counting backend; `driver_bytes` is what the real
-    /// device's driver holds beside the arena.
+    /// Plans for `layout` under `budgets`, for a run that has these `passes` on hardware of this `pace`. `dry` makes a
+    /// fresh counting backend; `driver_bytes` is what the real device's driver holds beside the arena. `length` says what
+    /// the plan is for.
     ///
     /// # Errors
     /// [`Error::OutOfRoom`] with the shortage and the largest users if no placement of the policy fits.
