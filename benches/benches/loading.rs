@@ -17,7 +17,7 @@ use castor_trainer::config::ModelConfig;
 use castor_trainer::engine::Engine;
 use castor_trainer::error::{Error, Result};
 use castor_trainer::lr::{Convention, Decay, Schedule};
-use castor_trainer::optimizer::Optimizer;
+use castor_trainer::optimizer::{Clip, Optimizer};
 use castor_trainer::rates::Rates;
 use castor_trainer::report::{peak_host_bytes, resident_host_bytes};
 use castor_trainer::weights::HfFolder;
@@ -45,6 +45,7 @@ fn options(config: ModelConfig) -> Options {
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }),
         max_norm: 1.0,
+        clip: Clip::Exact,
         schedule: Schedule {
             base: 1e-3,
             decay: Decay::Constant,

@@ -18,7 +18,7 @@ use castor_trainer::engine::{Engine, StepInputs};
 use castor_trainer::error::Result;
 use castor_trainer::inputs::MicroBatch;
 use castor_trainer::lr::{Convention, Decay, Schedule};
-use castor_trainer::optimizer::Optimizer;
+use castor_trainer::optimizer::{Clip, Optimizer};
 use castor_trainer::rates::Rates;
 use castor_trainer::weights::RandomWeights;
 use std::sync::Arc;
@@ -70,6 +70,7 @@ fn options() -> Options {
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }),
         max_norm: 1.0,
+        clip: Clip::Exact,
         schedule: Schedule {
             base: 1e-3,
             decay: Decay::Constant,

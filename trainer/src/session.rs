@@ -252,6 +252,7 @@ pub fn options(
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(optimizer),
         max_norm: o.grad_clip.unwrap_or(0.0),
+        clip: o.clip,
         schedule: Schedule {
             base: schedule.lr,
             decay: match schedule.kind {

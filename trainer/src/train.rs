@@ -243,6 +243,7 @@ impl Run<'_> {
                 "device": device.name,
                 "parameters": self.config.parameters(),
                 "steps": self.steps,
+                "inexact": self.settings.optimizer.clip.inexact(),
             }),
         )?);
         let logging = match self.settings.output.logging {
@@ -428,7 +429,9 @@ impl Run<'_> {
         let step_seconds = self.progress.rate().seconds_per_step().unwrap_or(seconds / steps.max(1) as f64);
         let memory = account::memory(self.engine.manager(), self.world, steps, step_seconds);
         memory.write(directory)?;
-        log::write_results(directory, "train", &trained.values())?;
+        let mut results = trained.values();
+        results.extend(self.settings.optimizer.clip.inexact().map(|why| ("inexact".into(), json!(why))));
+        log::write_results(directory, "train", &results)?;
         if let Some((_, found)) = self.evaluated {
             let values = BTreeMap::from([
                 ("eval_loss".into(), json!(found.loss)),
@@ -438,7 +441,6 @@ impl Run<'_> {
             log::write_results(directory, "eval", &values)?;
         }
         if let Some(log) = self.log.take() {
-            let results: BTreeMap<_, _> = trained.values();
             log.end(json!(results))?;
         }
         let log = RunLog::read(directory)?;
