@@ -16,7 +16,7 @@ use crate::report::{self, PAGE, html};
 use crate::session::{self, Hardware};
 use crate::settings::Settings;
 use crate::source::Rows;
-use crate::{account, agreement, step_rows::StepRows};
+use crate::{account, agreement, auto, step_rows::StepRows};
 use castor_kernels::Tier;
 use castor_runtime::Pass;
 use serde_json::json;
@@ -68,7 +68,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = evaluation.is_some();
     options.shards = session::shards(settings, world.world, world.local_world)?;
-    let (blueprint, plan, estimate, said) = session::plan_saving(settings, options, &hardware, world.world)?;
+    let (blueprint, plan, estimate, said) = auto::plan_saving(settings, options, &hardware, world.world)?;
     notices.extend(said);
     if speaks {
         let rates = hardware.rates.origin(settings.memory.nvme.is_some());
