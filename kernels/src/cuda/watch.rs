@@ -189,9 +189,8 @@ impl Watcher {
             let Err(first) = failures.check() else { unreachable!("a failure was kept") };
             let why = first.clone();
             // Hangs itself where the driver does, or where the thread of the steps hangs in NCCL.
-            let aborting = Builder::new().name("castor-abort".into()).spawn(move || nccl.abort(&why));
+            let _detached = Builder::new().name("castor-abort".into()).spawn(move || nccl.abort(&why));
             wait(&stopped, GRACE, &first, last_resort);
-            drop(aborting);
         };
         let thread = Builder::new().name("castor-watch".into()).spawn(work).map_err(|error| Error::Device {
             call: "starting the thread that watches the ranks".into(),
