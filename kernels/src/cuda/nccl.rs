@@ -110,7 +110,7 @@ impl Nccl {
         let mut made = 0;
         for among in [Among::All, Among::Shards, Among::Replicas] {
             if self.of[among as usize] == Some(made) {
-                self.make(link, link.ranks_among(among))?;
+                self.make(link, among)?;
                 made += 1;
             }
         }
@@ -128,9 +128,9 @@ impl Nccl {
         &self.progress
     }
 
-    /// Makes a communicator of these ranks, of which this rank is one. All ranks of the link make one at a time, each
-    /// with its own.
-    fn make(&self, link: &Link, ranks: &[u32]) -> Result<()> {
+    /// Makes a communicator of these ranks. All ranks of the link make one at a time, each with its own.
+    fn make(&self, link: &Link, among: Among) -> Result<()> {
+        let ranks = link.ranks_among(among);
         let first = ranks[0];
         let mut id = UniqueId([0; 128]);
         let mut made = Ok(());
@@ -147,7 +147,7 @@ impl Nccl {
         };
         let place = ranks.iter().take_while(|&&rank| rank != link.rank()).count();
         let mut comm: Comm = std::ptr::null_mut();
-        let status = self.progress.here(|| {
+        let status = self.progress.here(among, || {
             // SAFETY: writes one communicator; the context of this rank's device is current.
             unsafe { (self.library.init_rank)(&mut comm, ranks.len() as c_int, UniqueId(id), place as c_int) }
         });
@@ -166,7 +166,7 @@ impl Nccl {
         call: impl FnOnce(Comm) -> c_int,
     ) -> Result<bool> {
         let Some(place) = self.of[among as usize] else { return Ok(false) };
-        let called = self.progress.around(stream, || match &*self.comms.lock() {
+        let called = self.progress.around(among, stream, || match &*self.comms.lock() {
             Ok(comms) => self.check(name, call(comms[place])),
             Err(why) => Err(why.clone()),
         })?;

@@ -13,7 +13,7 @@
 use super::driver::{Failures, SharedPage, check};
 use super::nccl::Nccl;
 use crate::link::Link;
-use crate::{Error, Result};
+use crate::{Among, Error, Result};
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUstream};
@@ -28,7 +28,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// What a look counts at most. It comes later where this process was stopped itself, which is not the peers' doing.
 const LATE_LOOK: Duration = Duration::from_secs(1);
 
-/// How long collectives may stand still after a peer has ended. One that ended in order has done its part of each.
+/// How long a collective may go on after a peer has ended. One that ended in order has done its part of it.
 const AFTER_THE_END: Duration = Duration::from_secs(2);
 
 /// How long a failure that NCCL noticed waits for the link to show whose it is.
@@ -47,11 +47,13 @@ const GRACE: Duration = Duration::from_secs(10);
 /// some seconds after that failure was noticed.
 pub type LastResort = Box<dyn FnOnce(&Error) + Send>;
 
-/// How far the collectives are, in a page that the device writes: two numbers for each, so that an odd one says that
-/// it goes on.
+/// Numbers of each collective. That of its end is a multiple; the one before it is odd and says among which ranks.
+const NUMBERS: u64 = 8;
+
+/// How far the collectives are: ascending numbers in a page that the device writes.
 pub(crate) struct Progress {
     page: SharedPage,
-    /// The last number that was given to a stream.
+    /// Collectives that were issued.
     issued: AtomicU64,
 }
 
@@ -60,29 +62,32 @@ impl Progress {
         Ok(Progress { page: SharedPage::new(context)?, issued: AtomicU64::new(0) })
     }
 
-    /// Makes `call`, which gives `stream` a collective.
-    pub(crate) fn around<T>(&self, stream: CUstream, call: impl FnOnce() -> T) -> Result<T> {
-        let write = || {
-            let (number, address) = (self.next(), self.page.device(0));
+    /// Makes `call`, which gives `stream` a collective of these ranks.
+    pub(crate) fn around<T>(&self, among: Among, stream: CUstream, call: impl FnOnce() -> T) -> Result<T> {
+        let write = |number| {
             // SAFETY: a registered, device-visible, aligned number that outlives the streams.
-            check("cuStreamWriteValue64", unsafe { sys::cuStreamWriteValue64_v2(stream, address, number, 0) })
+            let code = unsafe { sys::cuStreamWriteValue64_v2(stream, self.page.device(0), number, 0) };
+            check("cuStreamWriteValue64", code)
         };
-        write()?;
+        let (start, end) = self.next(among);
+        write(start)?;
         let value = call();
-        write()?;
+        write(end)?;
         Ok(value)
     }
 
-    /// Makes `call`, which is something like a collective, on this thread. The stream has nothing to do.
-    pub(crate) fn here<T>(&self, call: impl FnOnce() -> T) -> T {
-        self.number().store(self.next(), Ordering::Release);
+    /// Makes `call`, which is like a collective of these ranks, on this thread. The stream has nothing to do.
+    pub(crate) fn here<T>(&self, among: Among, call: impl FnOnce() -> T) -> T {
+        let (start, end) = self.next(among);
+        self.number().store(start, Ordering::Release);
         let value = call();
-        self.number().store(self.next(), Ordering::Release);
+        self.number().store(end, Ordering::Release);
         value
     }
 
-    fn next(&self) -> u64 {
-        self.issued.fetch_add(1, Ordering::Relaxed) + 1
+    /// The numbers of the next collective.
+    fn next(&self, among: Among) -> (u64, u64) {
+        numbers(self.issued.fetch_add(1, Ordering::Relaxed), among)
     }
 
     fn number(&self) -> &AtomicU64 {
@@ -90,13 +95,24 @@ impl Progress {
         unsafe { AtomicU64::from_ptr(self.page.host(0).cast()) }
     }
 
-    /// The number that was written last and the one that will be.
-    fn look(&self) -> (u64, u64) {
-        (self.number().load(Ordering::Acquire), self.issued.load(Ordering::Relaxed))
+    /// The number that was written last.
+    fn reached(&self) -> u64 {
+        self.number().load(Ordering::Acquire)
     }
 }
 
-/// For how long the collectives have stood still.
+/// The numbers of the start and the end of a collective that comes after `before` others.
+fn numbers(before: u64, among: Among) -> (u64, u64) {
+    (before * NUMBERS + 2 * among as u64 + 1, (before + 1) * NUMBERS)
+}
+
+/// Among which ranks the collective is that goes on at this number.
+fn inside(number: u64) -> Option<Among> {
+    let among = [Among::All, Among::Shards, Among::Replicas];
+    among.into_iter().find(|&among| number % NUMBERS == numbers(0, among).0)
+}
+
+/// For how long a collective has gone on.
 #[derive(Default)]
 struct Stillness {
     reached: u64,
@@ -107,26 +123,24 @@ struct Stillness {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Asks {
     Nothing,
-    /// Whether a peer has ended.
-    WhoLeft,
+    /// Whether a peer among these ranks has ended.
+    WhoLeft(Among),
     /// Who does not answer.
     WhoHangs,
 }
 
 impl Stillness {
-    /// A look at the numbers of [`Progress`], `passed` after the last one.
-    fn look(&mut self, (reached, issued): (u64, u64), passed: Duration, deadline: Duration) -> Asks {
-        let inside = !reached.is_multiple_of(2);
-        let idle = !inside && reached >= issued;
-        if reached != self.reached || idle {
+    /// A look at the number of [`Progress`], `passed` after the last one.
+    fn look(&mut self, reached: u64, passed: Duration, deadline: Duration) -> Asks {
+        let Some(among) = inside(reached).filter(|_| reached == self.reached) else {
             *self = Stillness { reached, still: Duration::ZERO };
             return Asks::Nothing;
-        }
+        };
         self.still += passed.min(LATE_LOOK);
-        if inside && self.still + roll_call(deadline) >= deadline {
+        if self.still + roll_call(deadline) >= deadline {
             Asks::WhoHangs
         } else if self.still >= AFTER_THE_END {
-            Asks::WhoLeft
+            Asks::WhoLeft(among)
         } else {
             Asks::Nothing
         }
@@ -146,7 +160,7 @@ fn roll_call(deadline: Duration) -> Duration {
 fn ask(asks: Asks, link: &Link, still: Duration) -> Result<()> {
     match asks {
         Asks::Nothing => Ok(()),
-        Asks::WhoLeft => link.departed(Duration::ZERO).map_or(Ok(()), |peer| Err(link.blame(peer))),
+        Asks::WhoLeft(among) => link.departed(among, Duration::ZERO).map_or(Ok(()), |peer| Err(link.blame(peer))),
         Asks::WhoHangs => {
             link.roll_call(roll_call(link.deadline()))?;
             Err(Error::Device {
@@ -164,7 +178,7 @@ fn ask(asks: Asks, link: &Link, still: Duration) -> Result<()> {
 
 /// A failure of NCCL, or the departure of a peer that it comes from.
 pub(crate) fn traced(error: Error, link: &Link) -> Error {
-    link.departed(WHOSE).map_or(error, |peer| link.blame(peer))
+    link.departed(Among::All, WHOSE).map_or(error, |peer| link.blame(peer))
 }
 
 /// The thread. Dropping it ends it.
@@ -220,7 +234,7 @@ fn watch(link: &Link, nccl: &Nccl, stopped: &Receiver<()>) -> Result<()> {
         let deadline = if nccl.joined() { link.deadline() } else { link.deadline().max(START) };
         let passed = looked.elapsed();
         looked += passed;
-        ask(stillness.look(nccl.progress().look(), passed, deadline), link, stillness.still)?;
+        ask(stillness.look(nccl.progress().reached(), passed, deadline), link, stillness.still)?;
     }
     Ok(())
 }
@@ -242,34 +256,42 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(20);
 
     /// What the last of `looks` asks for, one each half a second.
-    fn after(looks: u32, stillness: &mut Stillness, numbers: (u64, u64)) -> Asks {
-        (0..looks).map(|_| stillness.look(numbers, LATE_LOOK / 2, DEADLINE)).last().unwrap()
+    fn after(looks: u32, stillness: &mut Stillness, number: u64) -> Asks {
+        (0..looks).map(|_| stillness.look(number, LATE_LOOK / 2, DEADLINE)).last().unwrap()
     }
 
     #[test]
-    fn only_time_inside_of_a_collective_counts_against_the_deadline() {
+    fn only_time_inside_of_a_collective_counts() {
         let mut stillness = Stillness::default();
-        // Nothing issued; then a collective that waits for a long computation of this rank.
-        assert_eq!(after(1000, &mut stillness, (0, 0)), Asks::Nothing);
-        assert_eq!(after(3, &mut stillness, (0, 2)), Asks::Nothing);
-        assert_eq!(after(1000, &mut stillness, (0, 2)), Asks::WhoLeft);
-        // The stream reaches it: a look to see it, and 15 s, for 5 are the roll call's.
-        assert_eq!(after(4, &mut stillness, (1, 2)), Asks::Nothing);
-        assert_eq!(after(26, &mut stillness, (1, 2)), Asks::WhoLeft);
-        assert_eq!(after(1, &mut stillness, (1, 2)), Asks::WhoHangs);
-        // It ends after all, and the next one hangs before it is whole: its caller hangs in NCCL.
-        assert_eq!(after(1000, &mut stillness, (2, 2)), Asks::Nothing);
-        assert_eq!(after(31, &mut stillness, (3, 3)), Asks::WhoHangs);
+        let (start, end) = numbers(0, Among::Shards);
+        assert_eq!(after(1000, &mut stillness, 0), Asks::Nothing);
+        // A look to see it, 2 s of patience, and 15 s, for 5 are the roll call's.
+        assert_eq!(after(4, &mut stillness, start), Asks::Nothing);
+        assert_eq!(after(26, &mut stillness, start), Asks::WhoLeft(Among::Shards));
+        assert_eq!(after(1, &mut stillness, start), Asks::WhoHangs);
+        // It ends after all, and a long computation of this rank follows.
+        assert_eq!(after(1000, &mut stillness, end), Asks::Nothing);
         // Many short ones are no hang.
-        for number in 4..1000 {
-            assert_eq!(after(1, &mut stillness, (number, 1000)), Asks::Nothing);
+        for before in 1..1000 {
+            assert_eq!(after(3, &mut stillness, numbers(before, Among::All).0), Asks::Nothing);
+        }
+    }
+
+    #[test]
+    fn numbers_ascend_and_say_among_whom() {
+        let mut last = 0;
+        for (before, among) in (0..).zip([Among::All, Among::Shards, Among::Replicas, Among::All]) {
+            let (start, end) = numbers(before, among);
+            assert!(last < start && start < end);
+            assert_eq!((inside(last), inside(start)), (None, Some(among)));
+            last = end;
         }
     }
 
     #[test]
     fn a_pause_of_this_process_counts_as_one_late_look() {
         let mut stillness = Stillness { reached: 1, still: Duration::ZERO };
-        assert_eq!(stillness.look((1, 2), Duration::from_secs(3600), DEADLINE), Asks::Nothing);
+        assert_eq!(stillness.look(1, Duration::from_secs(3600), DEADLINE), Asks::Nothing);
         assert_eq!(stillness.still, LATE_LOOK);
     }
 
@@ -280,10 +302,20 @@ mod tests {
     #[test]
     fn a_rank_that_left_is_named() {
         let mut links = links(DEADLINE);
-        ask(Asks::WhoLeft, &links[0], Duration::ZERO).unwrap();
+        let asks = |link: &Link| ask(Asks::WhoLeft(Among::All), link, Duration::ZERO);
+        asks(&links[0]).unwrap();
         links.remove(1);
-        let found = [ask(Asks::WhoLeft, &links[0], Duration::ZERO), ask(Asks::WhoLeft, &links[1], Duration::ZERO)];
+        let found = [asks(&links[0]), asks(&links[1])];
         assert!(found.iter().all(|found| matches!(found, Err(Error::Peer { rank: 1, .. }))), "{found:?}");
+    }
+
+    #[test]
+    fn a_rank_that_has_no_part_in_the_collective_may_leave() {
+        let mut links = Link::in_process(4, LinkOptions { deadline: DEADLINE, shards: Some(2) }).unwrap();
+        links.truncate(2);
+        let asks = |among| ask(Asks::WhoLeft(among), &links[0], Duration::ZERO);
+        asks(Among::Shards).unwrap();
+        assert!(matches!(asks(Among::Replicas), Err(Error::Peer { rank: 2, .. })));
     }
 
     #[test]
