@@ -43,8 +43,8 @@ const START: Duration = Duration::from_secs(60);
 /// How long the communicators and the driver have to let the thread of the steps go.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Ends the process, with the failure that this rank would have ended with. Called at most once, on a thread of its own,
-/// some seconds after that failure was noticed.
+/// Ends the process, with the failure that this rank would have ended with. Called at most once, on another thread, some
+/// seconds after that failure was noticed.
 pub type LastResort = Box<dyn FnOnce(&Error) + Send>;
 
 /// Numbers of each collective. That of its end is a multiple; the one before it is odd and says among which ranks.
