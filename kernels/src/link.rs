@@ -241,10 +241,10 @@ impl Link {
         Ok(())
     }
 
-    /// A peer that has ended or given up, if one has within `patience`. For work that others take part in and that
-    /// does not go through this link.
-    pub fn departed(&self, patience: Duration) -> Option<u32> {
-        plane::departed(&self.sockets.last_words, patience)
+    /// A peer among these ranks that has ended or given up, if one has within `patience`. For work that they do
+    /// together and that does not go through this link.
+    pub fn departed(&self, among: Among, patience: Duration) -> Option<u32> {
+        plane::departed(&self.sockets.last_words, self.ranks_among(among), patience)
     }
 
     /// The failure that a peer's departure is, traced to the rank where it began; kept.

@@ -39,6 +39,12 @@ impl Error {
             Error::Interrupted(signal) => 128 + *signal as u8,
         }
     }
+
+    /// Says on standard error what ended `castor`. Returns the exit code.
+    pub fn say(&self) -> u8 {
+        eprintln!("castor: error: {self}");
+        self.exit_code()
+    }
 }
 
 impl From<castor_runtime::error::Error> for Error {

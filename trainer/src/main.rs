@@ -14,10 +14,7 @@ use castor_trainer::{checkpoint, measure, plan, report, sample, session, train};
 fn main() -> ExitCode {
     match run() {
         Ok(code) => ExitCode::from(code),
-        Err(error) => {
-            eprintln!("castor: error: {error}");
-            ExitCode::from(error.exit_code())
-        }
+        Err(error) => ExitCode::from(error.say()),
     }
 }
 

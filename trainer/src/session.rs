@@ -108,9 +108,17 @@ fn cuda(settings: &Settings, world: &World, devices: usize, link: Option<Link>) 
         deterministic: settings.backend.deterministic,
         timed: true,
         link,
+        last_resort: Some(Box::new(end)),
         ..Default::default()
     };
     Ok(Arc::new(castor_kernels::cuda::Cuda::new(options)?))
+}
+
+/// Ends a process whose main thread the driver does not give back, as that thread would have. Nothing is asked of the
+/// driver on the way out: that could hang too.
+fn end(error: &castor_kernels::Error) {
+    let error = Error::from(error.clone());
+    signal_hook::low_level::exit(error.say().into());
 }
 
 fn cpu(settings: &Settings, world: &World, link: Option<Link>) -> Result<Cpu> {

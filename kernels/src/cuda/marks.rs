@@ -241,28 +241,6 @@ impl Marks {
         Ok(true)
     }
 
-    /// Marks reached so far, over all streams and engines: it grows as long as anything moves.
-    pub(crate) fn reached_in_all(&self) -> Result<u64> {
-        let engines = [Engine::NvmeRead, Engine::NvmeWrite, Engine::Host];
-        let mut sum = engines.into_iter().map(|engine| self.done(engine)).sum();
-        for stream in [Stream::Compute, Stream::HostToDevice, Stream::DeviceToHost, Stream::Collective] {
-            let queue = self.queue(stream);
-            let last = queue.last.load(Ordering::Acquire);
-            let mut next = queue.reached.load(Ordering::Acquire).max(last.saturating_sub(RING)) + 1;
-            while next <= last && self.reached(Mark { stream, number: next })? {
-                next += 1;
-            }
-            sum += next;
-        }
-        Ok(sum)
-    }
-
-    /// Whether a collective was issued and is not done.
-    pub(crate) fn collectives_wait(&self) -> Result<bool> {
-        let number = self.queue(Stream::Collective).last.load(Ordering::Acquire);
-        Ok(!self.reached(Mark { stream: Stream::Collective, number })?)
-    }
-
     /// Blocks the calling thread until a mark is reached.
     pub(crate) fn join(&self, mark: Mark) -> Result<()> {
         if let Some(engine) = Engine::of(mark.stream) {

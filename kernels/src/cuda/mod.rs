@@ -3,7 +3,7 @@
 //! Read in this order: `loader` (finds the libraries; nothing of CUDA is touched before it passed), `driver`
 //! (context, arenas, kept failures), `marks` (streams and order), `engine` and `nvme` (host threads beside
 //! the streams), `launch` (Castor's own kernels), `gemm` (cuBLASLt), `cudnn` (attention), `nccl` (other
-//! ranks), and `operators`, which sends each operator to one of them.
+//! ranks), `watch` (notices one that is gone), and `operators`, which sends each operator to one of them.
 
 mod algorithms;
 mod cudnn;
@@ -29,6 +29,7 @@ pub mod programs;
 mod watch;
 
 pub use loader::{Found, LIBRARIES_VARIABLE, Usable, device_count, survey};
+pub use watch::LastResort;
 
 use crate::block_io::BlockOptions;
 use crate::link::Link;
@@ -44,7 +45,7 @@ use parking_lot::Mutex;
 use rayon::prelude::*;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
-use watch::Watch;
+use watch::Watcher;
 
 /// Bytes of host memory that one thread copies at a time.
 const COPIED_AT_ONCE: usize = 1 << 20;
@@ -84,6 +85,9 @@ pub struct CudaOptions {
     pub block: BlockOptions,
     /// The other ranks. None: one rank.
     pub link: Option<Link>,
+    /// Ends the process where a peer's failure leaves the thread that uses the backend hanging in the driver or in
+    /// NCCL. None: it hangs on.
+    pub last_resort: Option<LastResort>,
 }
 
 /// One rank on one GPU.
@@ -91,8 +95,9 @@ pub struct CudaOptions {
 /// All calls come from one thread at a time. Dropping it waits for what was issued.
 pub struct Cuda {
     // In the order of dropping: threads, then libraries, then memory, then streams.
+    watcher: Option<Watcher>,
     workers: [Worker; 3],
-    nccl: Option<nccl::Nccl>,
+    nccl: Option<Arc<nccl::Nccl>>,
     cudnn: Result<cudnn::Cudnn>,
     gemm: gemm::Gemm,
     launcher: launch::Launcher,
@@ -104,7 +109,7 @@ pub struct Cuda {
     failures: Arc<Failures>,
     marks: Arc<Marks>,
     context: Arc<CudaContext>,
-    link: Option<Link>,
+    link: Option<Arc<Link>>,
     block: BlockOptions,
     name: String,
 }
@@ -131,12 +136,21 @@ impl Cuda {
             false => cudnn::Cudnn::new(&name, marks.stream(Stream::Compute)),
             true => Err(Error::Library { library: "libcudnn.so.9".into(), reason: "not wanted".into() }),
         };
-        let nccl = match &options.link {
-            Some(link) if link.world() > 1 => Some(nccl::Nccl::new(link)?),
-            _ => None,
-        };
+        let link = options.link.map(Arc::new);
+        let (mut nccl, mut watcher) = (None, None);
+        if let Some(link) = link.as_ref().filter(|link| link.world() > 1) {
+            let made = Arc::new(nccl::Nccl::new(&context, link)?);
+            watcher = Some(Watcher::start(link.clone(), made.clone(), failures.clone(), options.last_resort)?);
+            if let Err(error) = made.join(link) {
+                let error = watch::traced(error, link);
+                made.abort(&error);
+                return Err(error);
+            }
+            nccl = Some(made);
+        }
         let worker = |engine| Worker::start(engine, marks.clone(), failures.clone());
         Ok(Cuda {
+            watcher,
             workers: [worker(Engine::NvmeRead)?, worker(Engine::NvmeWrite)?, worker(Engine::Host)?],
             nccl,
             cudnn,
@@ -150,7 +164,7 @@ impl Cuda {
             failures,
             marks,
             context,
-            link: options.link,
+            link,
             block: options.block,
             name,
         })
@@ -238,16 +252,22 @@ impl Drop for Cuda {
         if self.marks.bind().is_err() {
             return;
         }
-        if std::thread::panicking() || self.failures.check().is_err() {
+        if std::thread::panicking() {
+            let reason = "it panicked, which is a bug of Castor".into();
+            self.failures.keep::<()>(Err(Error::Device { call: "work of this rank".into(), reason }));
+        }
+        if let Err(why) = self.failures.check() {
             // Peers must not wait for this rank, nor it for them.
             if let Some(link) = &self.link {
                 link.abandon();
             }
-            if let Some(nccl) = &mut self.nccl {
-                nccl.abort();
+            if let Some(nccl) = &self.nccl {
+                nccl.abort(&why);
             }
         }
         drain();
+        // Only now: a peer that is gone can leave the streams hanging here too.
+        drop(self.watcher.take());
     }
 }
 
@@ -341,20 +361,14 @@ impl Order for Cuda {
 
     fn join(&self, mark: Mark) -> Result<()> {
         self.marks.bind()?;
-        match (&self.nccl, &self.link) {
-            // A peer that is gone leaves the stream hanging: look instead of blocking in the driver.
-            (Some(nccl), Some(link)) => {
-                let mut watch = Watch::new(link, nccl, &self.marks);
-                let mut looks = 0u32;
+        match &self.nccl {
+            // A peer that is gone leaves the stream hanging until the watcher notices: not a wait for the driver.
+            Some(_) => {
                 while self.failures.check().is_ok() && self.failures.keep(self.marks.reached(mark)) == Some(false) {
-                    looks = looks.wrapping_add(1);
-                    if looks.is_multiple_of(1024) {
-                        self.failures.keep(watch.look());
-                    }
                     std::thread::yield_now();
                 }
             }
-            _ => {
+            None => {
                 self.failures.keep(self.marks.join(mark));
             }
         }
@@ -477,15 +491,15 @@ impl Cuda {
 
 impl Collectives for Cuda {
     fn world(&self) -> u32 {
-        self.link.as_ref().map_or(1, Link::world)
+        self.link.as_ref().map_or(1, |link| link.world())
     }
 
     fn rank(&self) -> u32 {
-        self.link.as_ref().map_or(0, Link::rank)
+        self.link.as_ref().map_or(0, |link| link.rank())
     }
 
     fn shards(&self) -> u32 {
-        self.link.as_ref().map_or(1, Link::shards)
+        self.link.as_ref().map_or(1, |link| link.shards())
     }
 
     fn all_gather(&self, shard: View, full: View) -> Result<()> {
@@ -504,7 +518,7 @@ impl Collectives for Cuda {
 
     fn all_reduce(&self, among: Among, view: View) -> Result<()> {
         match &self.nccl {
-            Some(nccl) => self.collective(|s| nccl.all_reduce(among, s, self.ptr(view))),
+            Some(nccl) => self.collective(|s| nccl.all_reduce(among, s, self.ptr(view)).map(|_| ())),
             None => Ok(()),
         }
     }
@@ -516,7 +530,14 @@ impl Collectives for Cuda {
 
     fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         match &self.link {
-            Some(link) => link.exchange(message),
+            Some(link) => {
+                let answers = link.exchange(message);
+                if let Err(error) = &answers {
+                    // What is on its way among the ranks will not end either.
+                    self.failures.keep::<()>(Err(error.clone()));
+                }
+                answers
+            }
             None => Ok(vec![message.to_vec()]),
         }
     }

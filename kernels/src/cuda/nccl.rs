@@ -4,15 +4,23 @@
 //! and return C enums as Rust enums. Communicators are made over the ranks' [`Link`]: one of all ranks, and where data
 //! is split over a part of them one of that part and one of the ranks that hold the same shard.
 //!
+//! The thread of the steps calls them and the watcher ends them: a lock lies between the two.
+//!
 //! NCCL adds in its own order, which is fixed for a given machine and world: results repeat, but with more
 //! than two ranks they can differ in the last bits from the CPU backend's rank order.
 
 use super::Ptr;
 use super::loader::nccl_function;
+use super::watch::Progress;
 use crate::link::Link;
 use crate::{Among, DType, Error, Result};
+use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUstream;
+use parking_lot::Mutex;
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 /// `ncclUniqueId`
 #[repr(C)]
@@ -44,21 +52,25 @@ const IN_PROGRESS: c_int = 7;
 /// One rank's communicators.
 pub(crate) struct Nccl {
     library: Library,
-    /// The first is of all ranks, the others of the ranks among which it is not the same.
-    comms: Vec<Comm>,
+    /// The first is of all ranks, the others of the ranks among which it is not the same. After [`Nccl::abort`]: why.
+    comms: Mutex<Result<Vec<Comm>>>,
     /// In the order of [`Among`]: which communicator; none among oneself alone.
     of: [Option<usize>; 3],
+    /// Whether all are made.
+    joined: AtomicBool,
+    progress: Progress,
     rank: u32,
 }
 
-// SAFETY: used by the step's thread only.
+// SAFETY: the communicators are handles, which are used under the lock.
 unsafe impl Send for Nccl {}
 // SAFETY: as above.
 unsafe impl Sync for Nccl {}
 
 impl Nccl {
-    /// Joins the ranks of `link`. Blocks until all have come.
-    pub(crate) fn new(link: &Link) -> Result<Self> {
+    /// Opens the library for the ranks of `link`, of which there are several. Its communicators are to be made by
+    /// [`Nccl::join`].
+    pub(crate) fn new(context: &Arc<CudaContext>, link: &Link) -> Result<Self> {
         // SAFETY: the C types of nccl.h, version 2.
         let library = unsafe {
             Library {
@@ -74,21 +86,51 @@ impl Nccl {
                 all_reduce: nccl_function("ncclAllReduce")?,
             }
         };
-        let mut nccl = Nccl { library, comms: Vec::new(), of: [None; 3], rank: link.rank() };
-        for among in [Among::All, Among::Shards, Among::Replicas] {
-            let ranks = link.ranks_among(among);
-            nccl.of[among as usize] = match ranks.len() as u32 {
-                1 => None,
-                all if all == link.world() && !nccl.comms.is_empty() => Some(0),
-                _ => Some(nccl.join(link, ranks)?),
-            };
-        }
-        Ok(nccl)
+        let mut last = 0;
+        let of = [Among::All, Among::Shards, Among::Replicas].map(|among| match link.ranks_among(among).len() as u32 {
+            1 => None,
+            all if all == link.world() => Some(0),
+            _ => {
+                last += 1;
+                Some(last)
+            }
+        });
+        Ok(Nccl {
+            library,
+            comms: Mutex::new(Ok(Vec::new())),
+            of,
+            joined: AtomicBool::new(false),
+            progress: Progress::new(context)?,
+            rank: link.rank(),
+        })
     }
 
-    /// Makes a communicator of these ranks, of which this rank is one. All ranks of the link make one at a time, each
-    /// with its own. Returns its place.
-    fn join(&mut self, link: &Link, ranks: &[u32]) -> Result<usize> {
+    /// Joins the ranks of `link`. Blocks until all have come.
+    pub(crate) fn join(&self, link: &Link) -> Result<()> {
+        let mut made = 0;
+        for among in [Among::All, Among::Shards, Among::Replicas] {
+            if self.of[among as usize] == Some(made) {
+                self.make(link, among)?;
+                made += 1;
+            }
+        }
+        self.joined.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Whether [`Nccl::join`] is over.
+    pub(crate) fn joined(&self) -> bool {
+        self.joined.load(Ordering::Relaxed)
+    }
+
+    /// How far the collectives are, and before them the making of each communicator.
+    pub(crate) fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    /// Makes a communicator of these ranks. All ranks of the link make one at a time, each with its own.
+    fn make(&self, link: &Link, among: Among) -> Result<()> {
+        let ranks = link.ranks_among(among);
         let first = ranks[0];
         let mut id = UniqueId([0; 128]);
         let mut made = Ok(());
@@ -105,17 +147,30 @@ impl Nccl {
         };
         let place = ranks.iter().take_while(|&&rank| rank != link.rank()).count();
         let mut comm: Comm = std::ptr::null_mut();
-        // SAFETY: writes one communicator; the context of this rank's device is current.
-        let status = unsafe { (self.library.init_rank)(&mut comm, ranks.len() as c_int, UniqueId(id), place as c_int) };
+        let status = self.progress.here(among, || {
+            // SAFETY: writes one communicator; the context of this rank's device is current.
+            unsafe { (self.library.init_rank)(&mut comm, ranks.len() as c_int, UniqueId(id), place as c_int) }
+        });
         // What a failed call left in the handle is not ours to destroy.
         self.check("ncclCommInitRank", status)?;
-        self.comms.push(comm);
-        Ok(self.comms.len() - 1)
+        self.comms.lock().as_mut().map_err(|why| why.clone())?.push(comm);
+        Ok(())
     }
 
-    /// The communicator of these ranks; none if they are this one alone.
-    fn comm(&self, among: Among) -> Option<Comm> {
-        self.of[among as usize].map(|place| self.comms[place])
+    /// Gives `stream` a collective of these ranks. False: this rank is alone among them.
+    fn collective(
+        &self,
+        among: Among,
+        stream: CUstream,
+        name: &'static str,
+        call: impl FnOnce(Comm) -> c_int,
+    ) -> Result<bool> {
+        let Some(place) = self.of[among as usize] else { return Ok(false) };
+        let called = self.progress.around(among, stream, || match &*self.comms.lock() {
+            Ok(comms) => self.check(name, call(comms[place])),
+            Err(why) => Err(why.clone()),
+        })?;
+        called.map(|()| true)
     }
 
     fn check(&self, call: &str, status: c_int) -> Result<()> {
@@ -144,9 +199,11 @@ impl Nccl {
         })
     }
 
-    /// A failure noticed by NCCL's own threads, such as a peer that is gone.
+    /// A failure noticed by NCCL's own threads, such as a peer that is gone. Nothing is said during a call and after
+    /// [`Nccl::abort`].
     pub(crate) fn failure(&self) -> Result<()> {
-        for &comm in &self.comms {
+        let Some(comms) = self.comms.try_lock() else { return Ok(()) };
+        for &comm in comms.iter().flatten() {
             let mut state = 0;
             // SAFETY: a live communicator; writes one int.
             let status = unsafe { (self.library.async_error)(comm, &mut state) };
@@ -160,42 +217,51 @@ impl Nccl {
 
     /// `full` becomes all shards in order. False: this rank holds the only one.
     pub(crate) fn all_gather(&self, stream: CUstream, shard: Ptr, full: Ptr) -> Result<bool> {
-        let Some(comm) = self.comm(Among::Shards) else { return Ok(false) };
         // Bytes are bytes: any type can be gathered.
         let count = shard.dtype.bytes(shard.elements) as usize;
-        // SAFETY: device memory checked against its arena; sizes checked by the caller.
-        let status =
-            unsafe { (self.library.all_gather)(shard.address as _, full.address as _, count, BYTES, comm, stream) };
-        self.check("ncclAllGather", status).map(|()| true)
+        self.collective(Among::Shards, stream, "ncclAllGather", |comm| {
+            // SAFETY: device memory checked against its arena; sizes checked by the caller.
+            unsafe { (self.library.all_gather)(shard.address as _, full.address as _, count, BYTES, comm, stream) }
+        })
     }
 
     /// `shard` becomes this rank's part of the sum. False: this rank holds the only shard.
     pub(crate) fn reduce_scatter(&self, stream: CUstream, full: Ptr, shard: Ptr) -> Result<bool> {
-        let Some(comm) = self.comm(Among::Shards) else { return Ok(false) };
         let (count, dtype) = (shard.elements as usize, data_type(shard.dtype)?);
-        // SAFETY: as above.
-        let status = unsafe {
-            (self.library.reduce_scatter)(full.address as _, shard.address as _, count, dtype, SUM, comm, stream)
-        };
-        self.check("ncclReduceScatter", status).map(|()| true)
+        let (from, to) = (full.address as *const c_void, shard.address as *mut c_void);
+        self.collective(Among::Shards, stream, "ncclReduceScatter", |comm| {
+            // SAFETY: as above.
+            unsafe { (self.library.reduce_scatter)(from, to, count, dtype, SUM, comm, stream) }
+        })
     }
 
-    /// `view` becomes the sum.
-    pub(crate) fn all_reduce(&self, among: Among, stream: CUstream, view: Ptr) -> Result<()> {
-        let Some(comm) = self.comm(among) else { return Ok(()) };
+    /// `view` becomes the sum. False: this rank is alone among these.
+    pub(crate) fn all_reduce(&self, among: Among, stream: CUstream, view: Ptr) -> Result<bool> {
         let (count, dtype) = (view.elements as usize, data_type(view.dtype)?);
-        // SAFETY: as above; in place is allowed.
-        let status =
-            unsafe { (self.library.all_reduce)(view.address as _, view.address as _, count, dtype, SUM, comm, stream) };
-        self.check("ncclAllReduce", status)
+        self.collective(among, stream, "ncclAllReduce", |comm| {
+            // SAFETY: as above; in place is allowed.
+            unsafe { (self.library.all_reduce)(view.address as _, view.address as _, count, dtype, SUM, comm, stream) }
+        })
     }
 
-    /// Ends the communicators without waiting for anyone, after a failure.
-    pub(crate) fn abort(&mut self) {
-        for comm in self.comms.drain(..) {
-            // SAFETY: a live communicator, ended once.
-            unsafe { (self.library.abort)(comm) };
-        }
+    /// Ends the communicators without waiting for anyone, after a failure: collectives on the device end, unfinished,
+    /// and later ones fail with `why`. Waits for a call in progress, and for the device.
+    pub(crate) fn abort(&self, why: &Error) {
+        // Held to the end: nobody takes the streams away meanwhile.
+        let mut state = self.comms.lock();
+        let Ok(comms) = std::mem::replace(&mut *state, Err(why.clone())) else { return };
+        let abort = self.library.abort;
+        // Side by side: each first asks its kernels to end and then waits for the stream, where another's may hang.
+        thread::scope(|scope| {
+            for comm in comms {
+                let comm = comm as usize;
+                // SAFETY: a live communicator, ended once.
+                let end = move || unsafe { abort(comm as Comm) };
+                if thread::Builder::new().spawn_scoped(scope, end).is_err() {
+                    end();
+                }
+            }
+        });
     }
 }
 
@@ -203,9 +269,9 @@ impl Drop for Nccl {
     fn drop(&mut self) {
         // A communicator that failed would wait for its peers for ever if it were destroyed politely.
         let end = if self.failure().is_err() { self.library.abort } else { self.library.destroy };
-        for &comm in &self.comms {
+        for comm in self.comms.get_mut().iter_mut().flatten() {
             // SAFETY: a live communicator, ended once.
-            unsafe { end(comm) };
+            unsafe { end(*comm) };
         }
     }
 }

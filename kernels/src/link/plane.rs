@@ -209,13 +209,14 @@ fn wait(polls: &mut [libc::pollfd], left: Duration) {
     }
 }
 
-/// A peer whose connection has closed or carries a last word, after at most `patience`.
-pub(super) fn departed(sockets: &Connections, patience: Duration) -> Option<u32> {
+/// A member whose connection has closed or carries a last word, after at most `patience`.
+pub(super) fn departed(sockets: &Connections, members: &[u32], patience: Duration) -> Option<u32> {
     let poll = |socket: &Socket| libc::pollfd { fd: socket.raw(), events: libc::POLLIN, revents: 0 };
-    let mut polls: Vec<libc::pollfd> = sockets.iter().flatten().map(poll).collect();
+    let peers: Vec<u32> = members.iter().copied().filter(|&member| sockets[member as usize].is_some()).collect();
+    let mut polls: Vec<libc::pollfd> =
+        peers.iter().filter_map(|&peer| sockets[peer as usize].as_ref()).map(poll).collect();
     wait(&mut polls, patience);
-    let closed = polls.iter().find(|poll| poll.revents != 0)?.fd;
-    sockets.iter().position(|socket| socket.as_ref().is_some_and(|s| s.raw() == closed)).map(|peer| peer as u32)
+    polls.iter().position(|poll| poll.revents != 0).map(|place| peers[place])
 }
 
 /// Tells every peer that `culprit` is why this rank stops.

@@ -123,13 +123,13 @@ fn collectives_run_among_the_ranks_that_they_concern() {
 #[test]
 fn the_departed_and_the_silent_are_found_without_a_call_of_theirs() {
     let mut links = in_process(3);
-    assert_eq!(links[0].departed(Duration::ZERO), None);
+    assert_eq!(links[0].departed(Among::All, Duration::ZERO), None);
     links.iter().for_each(|link| assert!(link.ranks_among(Among::Shards) == [0, 1, 2]));
     drop(links.remove(1));
-    assert_eq!(links[0].departed(Duration::from_secs(60)), Some(1));
+    assert_eq!(links[0].departed(Among::All, Duration::from_secs(60)), Some(1));
     assert!(matches!(links[0].blame(1), Error::Peer { rank: 1, .. }));
     // Rank 2 learns of it from the last word of rank 0, or from rank 1's own end.
-    let gone = links[1].departed(Duration::from_secs(60)).expect("two are");
+    let gone = links[1].departed(Among::All, Duration::from_secs(60)).expect("two are");
     assert!(matches!(links[1].blame(gone), Error::Peer { rank: 1, .. }));
 
     let mut links = in_process(3);
