@@ -91,11 +91,15 @@ pub fn main(settings: &Settings) -> Result<()> {
     )?;
     let (from, said) = checkpoint::find(&settings.output.resume, &settings.output.dir, &facts, &*hardware.backend)?;
     notices.extend(said);
+    let began = Instant::now();
     let mut engine = session::engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
+    let reserved_s = began.elapsed().as_secs_f64();
     match &from {
         Some(checkpoint) => checkpoint.restore(&mut engine)?,
         None => notices.extend(session::load(settings, &mut engine)?),
     }
+    let filled_s = began.elapsed().as_secs_f64() - reserved_s;
+    notices.push(format!("memory was taken in {reserved_s:.1} s and filled in {filled_s:.1} s"));
     let begun = from.map(|checkpoint| checkpoint.progress().step);
     let saver = Saver::new(&settings.output, facts, begun, &mut engine)?;
     let signal = Arc::new(AtomicUsize::new(0));

@@ -10,12 +10,13 @@
 //! than two ranks they can differ in the last bits from the CPU backend's rank order.
 
 use super::Ptr;
+use super::driver::{DeviceArena, check};
 use super::loader::nccl_function;
 use super::watch::Progress;
 use crate::link::Link;
 use crate::{Among, DType, Error, Result};
 use cudarc::driver::CudaContext;
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::sys::{self, CUstream};
 use parking_lot::Mutex;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
@@ -48,6 +49,10 @@ const SUM: c_int = 0;
 const BYTES: c_int = 1;
 /// `ncclInProgress`
 const IN_PROGRESS: c_int = 7;
+
+/// Bytes of the collectives of [`Nccl::warm_up`], ascending: by the size NCCL chooses algorithm and protocol, and each
+/// has buffers of its own.
+const WARM_UP: [u64; 4] = [64, 256 << 10, 4 << 20, 256 << 20];
 
 /// One rank's communicators.
 pub(crate) struct Nccl {
@@ -116,6 +121,29 @@ impl Nccl {
         }
         self.joined.store(true, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Has every kind of collective done once on `stream`, in all types that ranks sum, and waits. NCCL takes memory of
+    /// the device for each when it first comes, and later the arena has left none.
+    pub(crate) fn warm_up(&self, context: &Arc<CudaContext>, stream: CUstream, shards: u64) -> Result<()> {
+        let largest = WARM_UP[WARM_UP.len() - 1];
+        let memory = DeviceArena::new(context, 2 * largest)?;
+        // SAFETY: the memory just taken, on the stream that the collectives are given next.
+        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(memory.base, 0, memory.bytes as usize, stream) })?;
+        for bytes in WARM_UP {
+            for dtype in [DType::F32, DType::F64, DType::Bf16, DType::F16] {
+                let elements = bytes / dtype.bytes(1) / shards * shards;
+                let full = Ptr { address: memory.base, dtype, elements };
+                let shard = Ptr { address: memory.base + largest, dtype, elements: elements / shards };
+                for among in [Among::All, Among::Shards, Among::Replicas] {
+                    self.all_reduce(among, stream, full)?;
+                }
+                self.reduce_scatter(stream, full, shard)?;
+                self.all_gather(stream, shard, full)?;
+            }
+        }
+        // SAFETY: a live stream. Where a peer is gone the watcher ends what it waits for.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
     }
 
     /// Whether [`Nccl::join`] is over.
