@@ -120,7 +120,7 @@ fi
 if part 70b; then
   random_tokens 256
   LIMIT=${LONG:-480} two 70b --backend cuda --config configs/llama2-70b.json --mixed_precision bf16 --no_deterministic --optimizer_states 8bit --plugin gemini_cuda \
-    --clip lagged --batch_size 4 --gradient_accumulation_steps 4 --max_steps ${STEPS_70B:-10} --warmup_steps 2 --host_memory ${HOST_70B:-114GiB}
+    --clip lagged --batch_size 4 --gradient_accumulation_steps 4 --max_steps ${STEPS_70B:-10} --warmup_steps 2 --host_memory ${HOST_70B:-114GiB} --device_memory ${DEVICE_70B:-auto}
   free -g | head -2 | tee -a "$summary"
 fi
 if part offload; then
