@@ -96,12 +96,13 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
     if args.get(1).is_some_and(|word| word == "run") {
         return Ok(Command::Run(args[2..].to_vec()));
     }
+    let words = args.iter().skip(1).map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
     let matches = match tree().try_get_matches_from(one_spelling(args)) {
         Ok(matches) => matches,
         Err(error) => {
             return match error.kind() {
                 ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Ok(Command::Text(error.to_string())),
-                _ => Err(usage(&error)),
+                _ => Err(usage(&error, &words)),
             };
         }
     };
@@ -509,8 +510,26 @@ fn boolean_flag(name: &'static str) -> Arg {
     Arg::new(name).long(name).num_args(0..=1).default_missing_value("true").value_name("V")
 }
 
-/// clap's error as one sentence, with the flag that was probably meant.
-fn usage(error: &clap::Error) -> Error {
+/// The command that `words` begin with, and how it is called: `castor data pack`.
+fn command_of(words: &[String]) -> (clap::Command, String) {
+    let (mut command, mut name) = (tree(), String::from("castor "));
+    for word in words {
+        let Some(inner) = command.find_subcommand(word) else { break };
+        command = inner.clone();
+        name.push_str(&format!("{word} "));
+    }
+    (command, name)
+}
+
+/// The names of a command's flags that are worth suggesting.
+fn flags_of(command: &clap::Command) -> Vec<String> {
+    let shown = command.get_arguments().filter(|arg| !arg.is_hide_set());
+    let names = shown.flat_map(|arg| arg.get_long().into_iter().chain(arg.get_all_aliases().unwrap_or_default()));
+    names.map(str::to_owned).collect()
+}
+
+/// clap's error on `words` as one sentence, with the flag that was probably meant.
+fn usage(error: &clap::Error, words: &[String]) -> Error {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
         _ => None,
@@ -525,7 +544,12 @@ fn usage(error: &clap::Error) -> Error {
             match REFUSED.iter().find(|(refused, _)| *refused == name) {
                 Some((_, why)) => format!("--{name}: {why}"),
                 None if typed.starts_with("--") => {
-                    format!("unknown flag {typed}{}", meant(nearest(&name, table::names()), "--"))
+                    let (command, called) = command_of(words);
+                    let flags = flags_of(&command);
+                    match nearest(&name, flags.iter().map(String::as_str)) {
+                        near @ Some(_) => format!("unknown flag {typed}{}", meant(near, "--")),
+                        None => format!("unknown flag {typed}; `{} --help` lists what there is", called.trim_end()),
+                    }
                 }
                 None if typed.starts_with('-') => format!("unknown flag {typed}"),
                 None => format!("{typed} is not expected here: values follow a flag"),

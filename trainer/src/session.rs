@@ -165,7 +165,7 @@ pub fn disk_room(folder: &Path) -> Result<u64> {
     if !folder.is_dir() {
         return Err(refused(&"it is not a folder"));
     }
-    rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).map_err(|error| refused(&error))?;
+    tempfile::tempfile_in(folder).map_err(|error| refused(&format!("no file can be made in it ({error})")))?;
     Ok(room)
 }
 
@@ -271,8 +271,8 @@ pub fn options(
         },
         loss_scale: (precision.compute == Precision::Fp16).then(|| Dynamic {
             initial: scale.fixed.unwrap_or(scale.initial),
-            window: scale.growth_interval as u32,
-            hysteresis: scale.hysteresis as u32,
+            window: scale.growth_interval,
+            hysteresis: scale.hysteresis,
             floor: scale.fixed.unwrap_or(scale.min),
             ceiling: scale.fixed.unwrap_or(scale.max),
         }),
@@ -378,6 +378,9 @@ fn way_out(options: &Options, world: u32) -> &'static str {
      --shard_size 1, which keep gradients whole"
 }
 
+/// The way out where a snapshot was asked for.
+const WITHOUT: &str = "--async_save off takes no snapshot";
+
 /// As [`plan`], for a run that saves as `settings` say: with snapshots if `--async_save` asks for them, or leaves it open
 /// and the host has room for them beside the plan. Also what to tell the user.
 ///
@@ -391,7 +394,10 @@ pub fn plan_saving(
 ) -> Result<(Blueprint, Plan, Estimate, Option<String>)> {
     let wanted = if settings.output.save == Every::Never { AsyncSave::Off } else { settings.output.async_save };
     let options = Options { snapshots: wanted == AsyncSave::On, ..options };
-    let (blueprint, plan, estimate) = plan(settings, options, hardware, world)?;
+    let (blueprint, plan, estimate) = plan(settings, options, hardware, world).map_err(|error| match error {
+        Error::DoesNotFit(reason) if wanted == AsyncSave::On => Error::DoesNotFit(format!("{reason}; {WITHOUT}")),
+        other => other,
+    })?;
     if wanted != AsyncSave::Auto {
         return Ok((blueprint, plan, estimate, None));
     }

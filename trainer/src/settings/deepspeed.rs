@@ -59,9 +59,12 @@ impl Translation<'_> {
         let top = Section::top(map, &mut self.unneeded)?;
         self.batch(&top)?;
         if let Some(clip) = top.value("gradient_clipping")? {
-            // DeepSpeed takes a number in quotes here, and reads any below 0 as none.
+            // DeepSpeed takes a number in quotes here, and clips where it is above 0.
             let number = clip.as_f64().or_else(|| clip.as_str()?.parse().ok()).filter(|x: &f64| x.is_finite());
             let number = number.ok_or_else(|| top.wrong("gradient_clipping", clip, "a number"))?;
+            if number < 0.0 {
+                self.notices.push(format!("gradient_clipping {number} clips nothing, as with DeepSpeed; 0 says so"));
+            }
             self.set("grad_clip", number.max(0.0), "gradient_clipping")?;
         }
         self.precision(&top)?;

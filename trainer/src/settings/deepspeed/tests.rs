@@ -126,6 +126,16 @@ fn the_published_files_in_full() {
     assert!(error.contains("train_micro_batch_size_per_gpu") && error.contains("--batch_size is 12"), "{error}");
 }
 
+/// DeepSpeed clips where the number is above 0 and says nothing of one below.
+#[test]
+fn a_norm_below_zero_clips_nothing_and_is_spoken_of() {
+    let settings = with("\"gradient_clipping\": -1");
+    assert_eq!(settings.optimizer.grad_clip, None);
+    let [notice] = &settings.notices[..] else { panic!("one line: {:?}", settings.notices) };
+    assert!(notice.contains("gradient_clipping -1 clips nothing"), "{notice}");
+    assert!(with("\"gradient_clipping\": 0").notices.is_empty());
+}
+
 #[test]
 fn batch_sizes_are_resolved_together() {
     let batch = |json: &str, flags: &[(&'static str, &str)], ranks| {
