@@ -254,3 +254,40 @@ pub fn prepare(settings: &Settings, layout: &Layout) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blueprint::formats;
+    use crate::config::ModelConfig;
+    use crate::model::{Shape, groups};
+    use crate::settings::raw::{Origin, Raw};
+    use castor_kernels::DType;
+    use castor_runtime::layout::Sharding;
+
+    /// A disk without room is refused with the ways out that are left.
+    #[test]
+    fn what_no_disk_holds() {
+        let huge = serde_json::json!({"vocab_size": 1 << 24, "hidden_size": 1 << 18, "intermediate_size": 1 << 18,
+            "num_hidden_layers": 512, "num_attention_heads": 2048});
+        let (config, _) = ModelConfig::from_value(&huge, Path::new("huge.json")).unwrap();
+        let whole = Sharding { parameters: false, gradients: false, optimizer: false };
+        let formats = formats(DType::F32, DType::F32, DType::F32);
+        let layout = Layout::new(groups::specs(&Shape::from(&config)), formats, whole, 1);
+        let folder = tempfile::tempdir().unwrap();
+        for (save_steps, save_model, takes, way_out) in [
+            ("1", "true", "a checkpoint and the final model take", "larger disk, --save_steps 0 or --no_save_model"),
+            ("1", "false", "a checkpoint takes", "larger disk or --save_steps 0"),
+            ("0", "true", "the final model takes", "larger disk or --no_save_model"),
+        ] {
+            let mut raw = Raw::default();
+            let output = folder.path().display().to_string();
+            for (key, value) in [("output_dir", &*output), ("save_steps", save_steps), ("save_model", save_model)] {
+                raw.set(key, vec![value.into()], Origin::Flag).unwrap();
+            }
+            let settings = Settings::resolve(&raw, Vec::new()).unwrap();
+            let said = prepare(&settings, &layout).unwrap_err().to_string();
+            assert!(said.contains(takes) && said.ends_with(way_out), "{said}");
+        }
+    }
+}

@@ -175,12 +175,18 @@ impl RunLog {
 }
 
 /// Takes out of the log at `path` what is of steps `after` that one, and a last line that a crash cut off. The file is
-/// exchanged for the new one in a single step.
+/// exchanged for the new one in a single step; what a crash in the middle left of that is removed or written again.
 fn take_out_later(path: &Path, after: Option<u64>) -> Result<()> {
+    let unfinished = path.with_extension("jsonl.tmp");
+    let failed = |at: &Path, error: std::io::Error| Error::Failed(format!("{}: {error}", at.display()));
+    match std::fs::remove_file(&unfinished) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(failed(&unfinished, error)),
+        _ => {}
+    }
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(Error::Failed(format!("{}: {error}", path.display()))),
+        Err(error) => return Err(failed(path, error)),
     };
     let stays = |line: &&str| {
         let step = match serde_json::from_str(line) {
@@ -193,7 +199,16 @@ fn take_out_later(path: &Path, after: Option<u64>) -> Result<()> {
         line.ends_with('\n') && after.is_none_or(|after| step <= after)
     };
     let kept: String = text.split_inclusive('\n').filter(stays).collect();
-    if kept == text { Ok(()) } else { write_whole(path, kept.as_bytes()) }
+    if kept == text {
+        return Ok(());
+    }
+    let write = || {
+        let mut file = File::create(&unfinished)?;
+        file.write_all(kept.as_bytes())?;
+        file.sync_all()?;
+        std::fs::rename(&unfinished, path)
+    };
+    write().map_err(|error| failed(&unfinished, error))
 }
 
 /// A log that was read.
@@ -309,9 +324,12 @@ mod tests {
         let path = folder.path().join(FILE);
         let whole = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, format!("{whole}{{\"kind\":\"st")).unwrap();
+        let unfinished = folder.path().join("train_log.jsonl.tmp");
+        std::fs::write(&unfinished, "of a crash inside of this").unwrap();
         let mut log = RunLog::begin(folder.path(), Some(2), json!({"session": 2})).unwrap();
         log.step(&record(3, 30.0)).unwrap();
         drop(log);
+        assert!(!unfinished.exists());
         let text = std::fs::read_to_string(&path).unwrap();
         let first: Vec<&str> = whole
             .lines()

@@ -148,7 +148,6 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     // Temporary files are private; a report is as readable as any other output of the run.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o644);
     file.as_file().set_permissions(open).map_err(failed)?;
-    file.as_file().sync_all().map_err(failed)?;
     file.persist(path).map_err(|error| failed(error.error))?;
     Ok(())
 }
