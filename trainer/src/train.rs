@@ -54,10 +54,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         settings.gradient_accumulation_steps,
     );
     let settings = &settings.with_epochs_of(sampler.steps_per_epoch());
-    let steps = settings.max_steps.unwrap_or_else(|| sampler.steps(settings.num_epochs));
-    if steps == 0 {
-        return Err(Error::Usage("--max_steps 0 asks for no training; give at least 1".into()));
-    }
+    let steps = settings.total_steps(&sampler);
     let hardware = Hardware::open(settings, &world)?;
     notices.extend(hardware.notices.iter().cloned());
     let micros = settings
@@ -324,7 +321,7 @@ impl Run<'_> {
             };
             let closing = open.replace(record);
             self.close(closing, result)?;
-            if step + 1 == self.begun + self.settings.memory.warmup_steps {
+            if step + 1 == self.begun.saturating_add(self.settings.memory.warmup_steps) {
                 self.engine.manager().end_warm_up();
             }
             if self.saver.is_due(step + 1, self.steps) {

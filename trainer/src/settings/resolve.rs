@@ -32,7 +32,7 @@ impl Settings {
         let mut settings = Settings {
             model_config: path(raw, "model_config"),
             model: path(raw, "model"),
-            tokenizer: tokenizer(raw),
+            tokenizer: raw.values("tokenizer").concat(),
             data: data(raw)?,
             max_length: max_length(raw)?,
             seed: count(raw, "seed", 0)?,
@@ -68,12 +68,6 @@ impl Settings {
         settings.notices.extend(unused);
         Ok(settings)
     }
-}
-
-/// A model folder brings its tokenizer, unless another is named.
-fn tokenizer(raw: &Raw) -> String {
-    let named = raw.values("tokenizer").pop();
-    named.or_else(|| raw.values("model").pop()).unwrap_or_else(|| "bytes".into())
 }
 
 fn data(raw: &Raw) -> Result<DataSpec> {
