@@ -7,7 +7,7 @@ use castor_trainer::activations::{Keep, LOGITS_BYTES};
 use castor_trainer::blueprint::{Options, formats};
 use castor_trainer::config::ModelConfig;
 use castor_trainer::lr::{Convention, Decay, Schedule};
-use castor_trainer::optimizer::Optimizer;
+use castor_trainer::optimizer::{Clip, Optimizer};
 
 /// AdamW at a constant rate on one micro-batch of a single row, in f32, with everything sharded and nothing computed again.
 /// `sequence`: tokens of the row.
@@ -29,6 +29,7 @@ pub fn options(config: ModelConfig, sequence: u64) -> Options {
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }),
         max_norm: 1.0,
+        clip: Clip::Exact,
         schedule: Schedule {
             base: 1e-3,
             decay: Decay::Constant,

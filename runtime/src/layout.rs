@@ -131,6 +131,8 @@ pub struct Layout {
     pub world: u64,
     /// Number of ranks that data is split over; divides `world`. The others hold the same again.
     pub shards: u64,
+    /// Whether gradients have homes. Else each lives in the window from its backward to its update.
+    pub keeps_gradients: bool,
 }
 
 impl Layout {
@@ -177,7 +179,7 @@ impl Layout {
                 group
             })
             .collect();
-        Layout { groups, formats, sharding, world, shards }
+        Layout { groups, formats, sharding, world, shards, keeps_gradients: true }
     }
 
     /// A group.
@@ -190,11 +192,17 @@ impl Layout {
         (0..self.groups.len() as u32).map(GroupId)
     }
 
-    /// Ids of all chunks that exist with these formats.
+    /// Ids of all chunks that have a home.
     pub fn chunk_ids(&self) -> impl Iterator<Item = ChunkId> + '_ {
         self.group_ids().flat_map(move |group| {
-            Role::ALL.into_iter().filter(|&role| self.formats.of(role).is_some()).map(move |role| group.chunk(role))
+            let stored = |role: &Role| self.formats.of(*role).is_some() && self.stores(*role);
+            Role::ALL.into_iter().filter(stored).map(move |role| group.chunk(role))
         })
+    }
+
+    /// Whether chunks of a role have a home.
+    pub fn stores(&self, role: Role) -> bool {
+        role != Role::Gradient || self.keeps_gradients
     }
 
     /// Type of a chunk's elements.

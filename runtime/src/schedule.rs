@@ -73,6 +73,9 @@ pub enum Access {
     /// This rank's shard of a gradient that is split over ranks: undefined where the part begins it, else what is there
     /// so far. Contributions are reduced over the ranks and added to it one by one; on release it goes home.
     SumShard(Part),
+    /// The whole gradient, which has no home: undefined at first, then reduced over the ranks where it is
+    /// ([`crate::StatefulTensorMgr::reduce_here`]), and gone on release.
+    Transient,
     /// What this rank updates of a chunk, read only.
     ReadShard,
     /// What this rank updates of a chunk, read and written; on release it goes home.
@@ -82,10 +85,14 @@ pub enum Access {
 impl Access {
     /// Whether the chunk's bytes are wanted (not only room for them).
     pub const fn reads(self) -> bool {
-        !matches!(self, Access::Produce(part) | Access::SumShard(part) if part.begins())
+        match self {
+            Access::Produce(part) | Access::SumShard(part) => !part.begins(),
+            Access::Transient => false,
+            Access::Read | Access::ReadShard | Access::UpdateShard => true,
+        }
     }
 
-    /// Whether the chunk's bytes change.
+    /// Whether the bytes at the chunk's home change.
     pub const fn writes(self) -> bool {
         matches!(self, Access::Produce(_) | Access::SumShard(_) | Access::UpdateShard)
     }
@@ -97,7 +104,7 @@ impl Access {
 
     /// Whether the whole chunk is wanted.
     pub const fn whole(self) -> bool {
-        matches!(self, Access::Read | Access::Produce(_))
+        matches!(self, Access::Read | Access::Produce(_) | Access::Transient)
     }
 }
 

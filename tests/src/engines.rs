@@ -19,7 +19,7 @@ use castor_trainer::engine::{Engine, StepInputs, StepResult};
 use castor_trainer::inputs::MicroBatch;
 use castor_trainer::loss_scale::Dynamic;
 use castor_trainer::lr::{Convention, Decay, Schedule};
-use castor_trainer::optimizer::Optimizer;
+use castor_trainer::optimizer::{Clip, Optimizer};
 use castor_trainer::rates::Rates;
 use castor_trainer::weights::RandomWeights;
 use std::sync::Arc;
@@ -91,6 +91,7 @@ pub fn options(world: u64, dtype: DType, optimizer: Optimizer, tied: bool) -> Op
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(optimizer),
         max_norm: 1.0,
+        clip: Clip::Exact,
         schedule: Schedule {
             base: 3e-3,
             decay: Decay::Constant,

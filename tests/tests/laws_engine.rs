@@ -11,7 +11,7 @@ use castor_tests::engines::{ADAMW, MICROS, ROWS, Rows, Run, SHARDINGS, SOPHIA, S
 use castor_trainer::activations::Keep;
 use castor_trainer::blueprint::formats;
 use castor_trainer::engine::StepInputs;
-use castor_trainer::optimizer::Optimizer;
+use castor_trainer::optimizer::{Clip, Optimizer};
 use castor_trainer::rates::Rates;
 use std::path::Path;
 
@@ -171,6 +171,43 @@ fn two_ranks_f32_adamw_tied() {
 fn three_ranks_bf16_sophia() {
     let disk = tempfile::tempdir().expect("a folder");
     any_placement(setup(3, DType::Bf16, SOPHIA, false), disk.path());
+}
+
+/// Updates that do not wait for the norm: gradients with homes or without, by the number of micro-batches that go
+/// together. Where nothing is clipped they end in the bits of those that wait.
+fn lagged(world: u32, dtype: DType, optimizer: Optimizer, tied: bool) {
+    let disk = tempfile::tempdir().expect("a folder");
+    let setup = setup(world, dtype, optimizer, tied);
+    let clipped_by = |clip: Clip, max_norm: f32| {
+        let mut setup = setup.clone();
+        (setup.options.clip, setup.options.max_norm) = (clip, max_norm);
+        setup
+    };
+    let bits = |setup: &Setup<'static>| train(setup, "lagged").swap_remove(0).bits;
+    assert!(bits(&clipped_by(Clip::Lagged, 0.0)) == bits(&clipped_by(Clip::Exact, 0.0)), "unclipped, the same bits");
+    let clipped = clipped_by(Clip::Lagged, 0.1);
+    assert!(bits(&clipped) != bits(&clipped_by(Clip::Lagged, 0.0)), "this norm clips");
+    any_placement(clipped, disk.path());
+}
+
+#[test]
+fn lagged_one_rank_bf16_adamw() {
+    lagged(1, DType::Bf16, ADAMW, false);
+}
+
+#[test]
+fn lagged_one_rank_f32_sophia_tied() {
+    lagged(1, DType::F32, SOPHIA, true);
+}
+
+#[test]
+fn lagged_two_ranks_bf16_adamw() {
+    lagged(2, DType::Bf16, ADAMW, false);
+}
+
+#[test]
+fn lagged_three_ranks_f32_adamw_tied() {
+    lagged(3, DType::F32, ADAMW, true);
 }
 
 /// At each number of ranks every sharding ends in the same bits, and all numbers of ranks in the same losses.

@@ -15,9 +15,9 @@ use crate::{
         AttentionKind, Shape,
         groups::{self, Groups},
     },
-    optimizer::Optimizer,
+    optimizer::{Clip, Optimizer},
     rates::Rates,
-    step::{Due, Model, Step},
+    step::{Backward, Due, Model, Step},
 };
 use castor_kernels::{
     Backend, DType, Tier,
@@ -73,6 +73,8 @@ pub struct Options {
     pub optimizer: Option<Optimizer>,
     /// Gradients are scaled down to this norm; 0: never.
     pub max_norm: f32,
+    /// Whose norm that is.
+    pub clip: Clip,
     /// Learning rates.
     pub schedule: Schedule,
     /// Dynamic loss scale (fp16), or none.
@@ -86,6 +88,13 @@ pub struct Options {
 }
 
 impl Options {
+    /// Whether gradients outlive the update: unless each is final when it is formed and updates do not wait for the norm.
+    fn keeps_gradients(&self, world: u64) -> bool {
+        let estimates = self.optimizer.is_none_or(|optimizer| optimizer.estimates());
+        let at_once = self.round >= self.micro_batches && !(self.sync_each_batch && self.splits_gradients(world));
+        estimates || !at_once || self.clip == Clip::Exact
+    }
+
     /// Whether each of `world` ranks keeps a part of the gradients only.
     pub fn splits_gradients(&self, world: u64) -> bool {
         self.sharding.gradients && self.shards.map_or(world, u64::from) > 1
@@ -145,7 +154,8 @@ impl Blueprint {
             backend,
         );
         let shards = options.shards.map_or(world, u64::from);
-        let layout = Layout::replicated(groups::specs(&shape), options.formats, options.sharding, world, shards);
+        let mut layout = Layout::replicated(groups::specs(&shape), options.formats, options.sharding, world, shards);
+        layout.keeps_gradients = options.keeps_gradients(world);
         let inputs = inputs::Layout {
             sequence: options.sequence,
             batch: options.batch,
@@ -209,7 +219,7 @@ impl Blueprint {
         let optimizer = self.options.optimizer;
         let has = |pass: &Pass| match pass {
             Pass::Train => true,
-            Pass::Update => optimizer.is_some(),
+            Pass::Update => optimizer.is_some() && self.options.clip == Clip::Exact,
             Pass::Hessian => optimizer.is_some_and(|optimizer| optimizer.estimates()),
             Pass::Evaluate => self.options.evaluates,
         };
@@ -222,8 +232,9 @@ impl Blueprint {
     /// If the manager finds no room.
     pub fn rehearse(&self, mgr: &mut StatefulTensorMgr, pass: Pass, costs: &Costs) -> castor_runtime::Result<()> {
         let mut inputs = self.inputs_in(mgr);
-        let gradient = Classify::Gradient { scale: 1.0 };
-        let due = self.options.optimizer.map(|optimizer| Due { update: optimizer.update(0.0, 0), seed: 0 });
+        let what = Classify::Gradient { scale: 1.0 };
+        let update = self.options.optimizer.map(|optimizer| Due { update: optimizer.update(0.0, 0), seed: 0 });
+        let (due, behind) = if self.options.clip == Clip::Lagged { (None, update) } else { (update, None) };
         inputs.pretend(match pass {
             Pass::Train => self.options.micro_batches,
             Pass::Evaluate => self.options.round,
@@ -232,12 +243,13 @@ impl Blueprint {
         let mut step = Step::rehearse(mgr, &self.model, &inputs, pass, costs);
         match pass {
             Pass::Train => {
-                step.rounds(self.options.round, due.as_ref(), || Ok::<_, castor_runtime::Error>(gradient))?;
+                let backward = Backward { what, behind };
+                step.rounds(self.options.round, due.as_ref(), || Ok::<_, castor_runtime::Error>(backward))?;
                 step.norm(self.options.max_norm, 1.0, inputs.control())?;
             }
             Pass::Hessian => {
                 step.forward(None)?;
-                step.backward(gradient)?;
+                step.backward(Backward { what, behind: None })?;
                 step.norm(0.0, 1.0, inputs.hessian_control())?;
                 step.hessian(0.0, 1.0, 1.0)?;
             }

@@ -9,9 +9,9 @@ use crate::{
     inputs::{Inputs, MicroBatch, Ticket},
     loss_scale::LossScale,
     model::groups::{Groups, Part},
-    optimizer::Optimizer,
+    optimizer::{Clip, Optimizer},
     source::TensorSource,
-    step::{Due, Model, Step},
+    step::{Backward, Due, Model, Step},
 };
 use castor_kernels::{Backend, DType, View, ops::Classify, rng};
 use castor_runtime::{GroupId, Pass, Role, StatefulTensorMgr, plan::Plan};
@@ -69,8 +69,23 @@ pub struct Progress {
     pub not_finite: u64,
     /// Steps in which nothing counted.
     pub nothing_counts: u64,
+    /// The last gradient norm that was finite.
+    #[serde(default)]
+    pub norm: Option<f32>,
     /// The loss scale.
     pub loss_scale: LossScale,
+}
+
+impl Progress {
+    /// What the next step's losses are multiplied by beside the number of tokens: the loss scale, and where the last
+    /// norm serves for clipping, what it says. Before any norm is known nothing is clipped.
+    fn scale(&self, clip: Clip, max_norm: f32) -> f32 {
+        let factor = match (clip, self.norm) {
+            (Clip::Lagged, Some(norm)) if max_norm > 0.0 => (max_norm / (norm + 1e-6)).min(1.0),
+            _ => 1.0,
+        };
+        self.loss_scale.scale() * factor
+    }
 }
 
 /// Labels of a Hessian estimate.
@@ -135,6 +150,7 @@ impl Track {
         if readings.finite {
             result.outcome = Outcome::Updated;
             self.progress.applied += 1;
+            self.progress.norm = Some(readings.norm);
         } else {
             result.outcome = Outcome::NotFinite;
             self.progress.not_finite += 1;
@@ -167,6 +183,7 @@ impl Engine {
                     applied: 0,
                     not_finite: 0,
                     nothing_counts: 0,
+                    norm: None,
                     loss_scale: LossScale::new(options.loss_scale),
                 },
                 pending: None,
@@ -222,23 +239,24 @@ impl Engine {
         }
         self.inputs.send(ops, inputs.micros)?;
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Train);
+        let (lagged, max_norm) = (self.options.clip == Clip::Lagged, self.options.max_norm);
         // Where no update is due the control scalars forbid it.
         let due = self.due.take().unwrap_or(Due { update: optimizer.update(0.0, 0), seed: 0 });
+        let seed = rng::bits(self.options.seed, step, lane::ROUNDING);
         let (track, sent) = (&mut self.track, &self.inputs);
         let mut previous = None;
-        pass.rounds(self.options.round, Some(&due), || {
+        pass.rounds(self.options.round, (!lagged).then_some(&due), || {
             // The forward is queued: looking at the step before costs no time now, and its verdict is needed.
             previous = track.resolve(ops, sent)?;
-            let scale = track.progress.loss_scale.scale() / inputs.tokens as f32;
-            Ok::<_, Error>(Classify::Gradient { scale })
+            let scale = track.progress.scale(self.options.clip, max_norm) / inputs.tokens as f32;
+            let update = optimizer.update(lr, track.progress.applied);
+            let behind = lagged.then_some(Due { update, seed });
+            Ok::<_, Error>(Backward { what: Classify::Gradient { scale }, behind })
         })?;
-        let loss_scale = self.track.progress.loss_scale.scale();
-        pass.norm(self.options.max_norm, loss_scale, self.inputs.control())?;
+        let scale = self.track.progress.scale(self.options.clip, max_norm);
+        pass.norm(if lagged { 0.0 } else { max_norm }, scale, self.inputs.control())?;
         pass.end()?;
-        self.due = Some(Due {
-            update: optimizer.update(lr, self.track.progress.applied),
-            seed: rng::bits(self.options.seed, step, lane::ROUNDING),
-        });
+        self.due = (!lagged).then(|| Due { update: optimizer.update(lr, self.track.progress.applied), seed });
         let ticket = self.inputs.read_back(ops)?;
         self.begun(lr, inputs.tokens, Some(ticket));
         Ok(previous)
@@ -273,7 +291,7 @@ impl Engine {
         let control = self.inputs.hessian_control();
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Hessian);
         pass.forward(None)?;
-        pass.backward(what)?;
+        pass.backward(Backward { what, behind: None })?;
         pass.norm(0.0, loss_scale, control)?;
         pass.hessian(beta2 as f32, tokens as f32, 1.0 / loss_scale)?;
         Ok(pass.end()?)
@@ -290,7 +308,8 @@ impl Engine {
         let loss_scale = self.track.progress.loss_scale.scale();
         let mut pass = Step::begin(&mut self.mgr, &self.model, &self.inputs, Pass::Train);
         let scale = loss_scale / inputs.tokens.max(1) as f32;
-        pass.rounds(self.options.round, None, || Ok::<_, Error>(Classify::Gradient { scale }))?;
+        let backward = Backward { what: Classify::Gradient { scale }, behind: None };
+        pass.rounds(self.options.round, None, || Ok::<_, Error>(backward))?;
         pass.norm(0.0, loss_scale, self.inputs.control())?;
         pass.end()?;
         let ticket = self.inputs.read_back(ops)?;

@@ -4,6 +4,8 @@
 //! In place, what is summed over the ranks is the sum of a step's micro-batches, and a gradient that is split over
 //! ranks must be whole until it is formed. One by one, only what one micro-batch adds is ever whole, and the order of
 //! sums is that of the micro-batches, however many of them go through the model together.
+//!
+//! Where gradients have no homes, a gradient lives under one lease until its update.
 
 use castor_kernels::{View, ops::Into};
 use castor_runtime::{Access, ChunkId, Contribution, Lease, Part, Result, StatefulTensorMgr};
@@ -32,7 +34,11 @@ impl Gradient {
     /// # Errors
     /// If the manager refuses.
     pub fn begin(mgr: &mut StatefulTensorMgr, chunk: ChunkId, part: Part, one_by_one: bool) -> Result<Self> {
-        let access = if one_by_one { Access::SumShard(part) } else { Access::Produce(part) };
+        let access = match one_by_one {
+            true => Access::SumShard(part),
+            false if mgr.layout().keeps_gradients => Access::Produce(part),
+            false => Access::Transient,
+        };
         Ok(Gradient { lease: mgr.acquire(chunk, access)?, one_by_one })
     }
 
@@ -55,11 +61,16 @@ impl Gradient {
         }
     }
 
-    /// Ends the round's part of the gradient.
+    /// Ends the round's part of the gradient. If it has no home, its lease goes on, on what this rank updates of it.
     ///
     /// # Errors
     /// If the manager refuses.
-    pub fn end(self, mgr: &mut StatefulTensorMgr) -> Result<()> {
-        mgr.release(self.lease)
+    pub fn end(mut self, mgr: &mut StatefulTensorMgr) -> Result<Option<Lease>> {
+        if mgr.layout().keeps_gradients {
+            mgr.release(self.lease)?;
+            return Ok(None);
+        }
+        mgr.reduce_here(&mut self.lease)?;
+        Ok(Some(self.lease))
     }
 }

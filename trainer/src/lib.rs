@@ -8,6 +8,7 @@
 pub mod account;
 pub mod activations;
 pub mod agreement;
+pub mod auto;
 pub mod blueprint;
 pub mod checkpoint;
 pub mod cli;

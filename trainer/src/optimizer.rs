@@ -36,6 +36,27 @@ pub enum Optimizer {
     },
 }
 
+/// Which norm gradients are clipped by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Clip {
+    /// Their own: an update waits until all gradients of its step are known.
+    Exact,
+    /// The last step's, in place of their own: inexact, but a gradient is used and gone as soon as it is final. The first
+    /// step is not clipped. Where a gradient is not finite its own group is not updated, and the others may be.
+    Lagged,
+}
+
+impl Clip {
+    /// What every report says of it, if results are not those of clipping by a step's own norm.
+    pub const fn inexact(self) -> Option<&'static str> {
+        match self {
+            Clip::Exact => None,
+            Clip::Lagged => Some("gradients are clipped by the norm of the step before (--clip lagged)"),
+        }
+    }
+}
+
 impl Optimizer {
     /// The update with learning rate `lr` after `applied` updates were made.
     pub fn update(&self, lr: f64, applied: u64) -> Update {

@@ -2,6 +2,7 @@
 
 use crate::account;
 use crate::activations::Keep;
+use crate::auto;
 use crate::blueprint::Blueprint;
 use crate::config::ModelConfig;
 use crate::error::{Error, Result, counted};
@@ -46,7 +47,7 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
         let mut options = session::options(settings, config, sequence, settings.batch_size, micros, steps);
         options.evaluates = !settings.output.eval_data.is_empty() || settings.output.eval_fraction > 0.0;
         options.shards = shards;
-        session::plan_saving(settings, options, &hardware, world)
+        auto::plan_saving(settings, options, &hardware, world)
     };
     let mut config = config;
     let mut found = None;

@@ -3,6 +3,7 @@
 //! Every token is chosen from one evaluation of all tokens so far, on the path that `castor train` evaluates with.
 //! Nothing is kept from token to token: simple and correct, not fast. One rank, on any backend and tier.
 
+use crate::auto;
 use crate::blueprint;
 use crate::checkpoint;
 use crate::config::ModelConfig;
@@ -193,7 +194,7 @@ fn engine(
     options.formats = blueprint::formats(parameter, parameter, DType::Q8);
     options.optimizer = None;
     options.evaluates = true;
-    let (blueprint, plan, _) = session::plan(settings, options, &hardware, 1)?;
+    let (blueprint, plan, _) = auto::plan(settings, options, &hardware, 1)?;
     let mut engine = session::engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
     engine.load(source)?;
     Ok(engine)

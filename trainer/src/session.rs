@@ -1,35 +1,32 @@
-//! From settings to a run: the hardware of this rank, its budgets, the policy of the plugin, the plan.
+//! From settings to a run: the hardware of this rank, its budgets, what it computes with, its first weights.
 //!
 //! Used by every command that computes ([`crate::train`], [`crate::plan`], parity). It decides nothing that
-//! the settings or the machine have not decided, except what `auto` asks it to.
+//! the settings or the machine have not decided; what they leave open is for [`crate::auto`].
 
 use crate::activations::{Keep, LOGITS_BYTES};
 use crate::agreement;
+use crate::auto;
 use crate::blueprint::{self, Blueprint, Options};
 use crate::config::ModelConfig;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::estimate::Estimate;
 use crate::loss_scale::Dynamic;
 use crate::lr::{Convention, Decay, Schedule};
 use crate::optimizer::Optimizer;
 use crate::parity::{self, Batch};
-use crate::plugin::Placement;
 use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
 use crate::settings::{
-    AsyncSave, BackendKind, Every, LrConvention, OptimizerKind, Precision, Recompute, ScheduleKind, Settings,
-    ShardSize, StateFormat,
+    BackendKind, LrConvention, OptimizerKind, Precision, ScheduleKind, Settings, ShardSize, StateFormat,
 };
 use crate::source::TensorSource;
 use crate::weights::{self, RandomWeights};
 use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_kernels::link::{Link, LinkOptions};
-use castor_kernels::{Backend, DType, Tier};
+use castor_kernels::{Backend, DType};
 use castor_runtime::layout::Sharding;
-use castor_runtime::plan::{Budgets, Plan, Rehearse};
-use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
-use castor_runtime::{Bytes, limits};
+use castor_runtime::limits;
+use castor_runtime::plan::{Budgets, Plan};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -169,20 +166,6 @@ pub fn disk_room(folder: &Path) -> Result<u64> {
     Ok(room)
 }
 
-/// The policy of the plugin, with [`AutoPolicy::window`].
-fn policy(settings: &Settings, window: f64) -> Box<dyn PlacementPolicy> {
-    match settings.memory.plugin.placement {
-        Placement::Device => Box::new(DevicePolicy),
-        Placement::OptimizerOnHost => Box::new(HostPolicy { parameters: false, optimizer: true }),
-        Placement::Host | Placement::HostFirst => Box::new(HostPolicy { parameters: true, optimizer: true }),
-        Placement::DeviceFirst | Placement::Auto => Box::new(AutoPolicy { window }),
-        Placement::Static => Box::new(StaticPolicy {
-            offload_param_frac: settings.memory.offload_param_frac,
-            offload_optim_frac: settings.memory.offload_optim_frac,
-        }),
-    }
-}
-
 /// How many neighbouring ones of `world` ranks, of which a host has `local`, data is split over; None: all.
 ///
 /// # Errors
@@ -201,7 +184,7 @@ pub fn shards(settings: &Settings, world: u32, local: u32) -> Result<Option<u32>
     Ok((wanted < world).then_some(wanted))
 }
 
-/// What the run computes with, all but the recompute levels, which [`plan`] decides, and the number of
+/// What the run computes with, all but the recompute levels, which [`auto`] decides, and the number of
 /// [`shards`].
 pub fn options(
     settings: &Settings,
@@ -252,6 +235,7 @@ pub fn options(
         logits_bytes: LOGITS_BYTES,
         optimizer: Some(optimizer),
         max_norm: o.grad_clip.unwrap_or(0.0),
+        clip: o.clip,
         schedule: Schedule {
             base: schedule.lr,
             decay: match schedule.kind {
@@ -281,189 +265,6 @@ pub fn options(
         snapshots: false,
         config,
     }
-}
-
-/// Sizes of the window to try, the usual one first; see [`AutoPolicy::window`].
-const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
-
-/// A way of running that fits.
-struct Fitting {
-    step_s: f64,
-    blueprint: Blueprint,
-    window: f64,
-}
-
-/// Plans the run for one of `world` ranks. What the settings leave open, how much each block keeps and how many
-/// micro-batches go through the model together, is chosen for the least estimated time among the plans that fit.
-///
-/// # Errors
-/// [`Error::DoesNotFit`] with numbers.
-pub fn plan(
-    settings: &Settings,
-    options: Options,
-    hardware: &Hardware,
-    world: u32,
-) -> Result<(Blueprint, Plan, Estimate)> {
-    let (backend, budgets, rates) = (&*hardware.backend, &hardware.budgets, &hardware.rates);
-    let mut candidates: Vec<(f64, Blueprint)> = Vec::new();
-    for round in rounds(&options, world) {
-        for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
-            for first_keep in first_levels(settings.memory.recompute, &keep, round < options.micro_batches) {
-                let options = Options { round, keep: keep.clone(), first_keep, ..options.clone() };
-                let blueprint = Blueprint::for_world(options, backend, world);
-                candidates.push((blueprint.costs(rates).step_s(blueprint.options()), blueprint));
-            }
-        }
-    }
-    // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
-    candidates.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let plan = |blueprint: &Blueprint, policy: &dyn PlacementPolicy, length| {
-        let prefetch = settings.memory.prefetch;
-        blueprint.plan(backend, rates, policy, budgets.clone(), prefetch, length).map_err(Error::from)
-    };
-    let (mut fitting, mut refusal): (Vec<Fitting>, _) = (Vec::new(), None);
-    for (floor_s, blueprint) in candidates {
-        if fitting.iter().any(|fitting| fitting.step_s <= floor_s * 1.001) {
-            break;
-        }
-        match plan(&blueprint, &*policy(settings, WINDOWS[0]), Rehearse::ToCompare) {
-            Ok(plan) => {
-                fitting.push(Fitting { step_s: Estimate::of(&plan).time.step_s, blueprint, window: WINDOWS[0] })
-            }
-            // The last refusal is that of the plan that computes most again, and so takes the least memory.
-            Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
-            Err(other) => return Err(other),
-        }
-    }
-    fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-    // A smaller window leaves more room for homes; the best are tried with that too.
-    let streams =
-        |fitting: &Fitting| fitting.step_s > 1.005 * fitting.blueprint.costs(rates).step_s(fitting.blueprint.options());
-    if matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
-        let best: Vec<Blueprint> =
-            fitting.iter().take(3).filter(|best| streams(best)).map(|best| best.blueprint.clone()).collect();
-        let smaller = |best: Blueprint| WINDOWS[1..].iter().map(move |window| (best.clone(), *window));
-        for (blueprint, window) in best.into_iter().flat_map(smaller) {
-            if let Ok(plan) = plan(&blueprint, &*policy(settings, window), Rehearse::ToCompare) {
-                fitting.push(Fitting { step_s: Estimate::of(&plan).time.step_s, blueprint, window });
-            }
-        }
-        fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-    }
-    // A longer rehearsal can find a window too full of holes that a short one found good.
-    for Fitting { blueprint, window, .. } in fitting {
-        match plan(&blueprint, &*policy(settings, window), Rehearse::ToRun) {
-            Ok(plan) => {
-                let estimate = Estimate::of(&plan);
-                return Ok((blueprint, plan, estimate));
-            }
-            Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
-            Err(other) => return Err(other),
-        }
-    }
-    Err(match refusal {
-        Some(Error::DoesNotFit(reason)) => Error::DoesNotFit(format!("{reason}{}", way_out(&options, world))),
-        other => other.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())),
-    })
-}
-
-/// What else to try where all micro-batches had to go together for the sake of gradients that are split over ranks.
-fn way_out(options: &Options, world: u32) -> &'static str {
-    let at_once = options.splits_gradients(world.into()) && !options.sync_each_batch;
-    if !at_once || options.micro_batches == 1 || options.config.tie_word_embeddings {
-        return "";
-    }
-    "; gradients are split over ranks, so that all micro-batches go through the model together: --sync_each_batch \
-     sums each one's over the ranks by itself and lets fewer go together, and so do --plugin zero1 and \
-     --shard_size 1, which keep gradients whole"
-}
-
-/// The way out where a snapshot was asked for.
-const WITHOUT: &str = "--async_save off takes no snapshot";
-
-/// As [`plan`], for a run that saves as `settings` say: with snapshots if `--async_save` asks for them, or leaves it open
-/// and the host has room for them beside the plan. Also what to tell the user.
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_saving(
-    settings: &Settings,
-    options: Options,
-    hardware: &Hardware,
-    world: u32,
-) -> Result<(Blueprint, Plan, Estimate, Option<String>)> {
-    let wanted = if settings.output.save == Every::Never { AsyncSave::Off } else { settings.output.async_save };
-    let options = Options { snapshots: wanted == AsyncSave::On, ..options };
-    let (blueprint, plan, estimate) = plan(settings, options, hardware, world).map_err(|error| match error {
-        Error::DoesNotFit(reason) if wanted == AsyncSave::On => Error::DoesNotFit(format!("{reason}; {WITHOUT}")),
-        other => other,
-    })?;
-    if wanted != AsyncSave::Auto {
-        return Ok((blueprint, plan, estimate, None));
-    }
-    let backend = &*hardware.backend;
-    let with = Blueprint::for_world(Options { snapshots: true, ..blueprint.options().clone() }, backend, world);
-    // Nothing of the run's own may give way to it.
-    let beside = WINDOWS.iter().find_map(|window| {
-        let (policy, prefetch) = (policy(settings, *window), settings.memory.prefetch);
-        let beside = with.plan(backend, &hardware.rates, &*policy, hardware.budgets.clone(), prefetch, Rehearse::ToRun);
-        beside.ok().filter(|beside| beside.placement == plan.placement)
-    });
-    match beside {
-        Some(beside) => Ok((with, beside, estimate, None)),
-        None => {
-            let left = hardware.budgets.host.saturating_sub(plan.peak(Tier::Host));
-            let said = format!(
-                "a save will hold the run until it is on disk: a snapshot takes {} of host memory and {} are left beside \
-                 the plan; --async_save on makes room for it",
-                Bytes(with.fixed().snapshot),
-                Bytes(left)
-            );
-            Ok((blueprint, plan, estimate, Some(said)))
-        }
-    }
-}
-
-/// Numbers of micro-batches that may go through the model together: all of a step's, or fewer, which take less
-/// activation memory. A gradient that is split over ranks is summed over them once, unless each micro-batch's is by
-/// itself; and a tied table's gradient is summed over the head's part and then the embedding's, which rounds would
-/// interleave (L6): there all go together.
-fn rounds(options: &Options, world: u32) -> Vec<u64> {
-    let all = options.micro_batches;
-    let at_once = options.splits_gradients(world.into()) && !options.sync_each_batch;
-    if options.config.tie_word_embeddings || at_once {
-        return vec![all];
-    }
-    let mut rounds: Vec<u64> = [all, all.div_ceil(2), all.div_ceil(4), 1].into();
-    rounds.dedup();
-    rounds
-}
-
-/// Recompute levels of all blocks to choose from, most memory first. Between two levels a part of the blocks is
-/// already at the lower one.
-fn levels(recompute: Recompute, blocks: usize) -> Vec<Vec<Keep>> {
-    match recompute {
-        Recompute::None => vec![vec![Keep::All; blocks]],
-        Recompute::Selective => vec![vec![Keep::Selective; blocks]],
-        Recompute::Full => vec![vec![Keep::Block; blocks]],
-        Recompute::Auto => {
-            let most = (Keep::ALL.len() - 1) * blocks;
-            let step = (blocks / 8).max(1);
-            (0..=most.div_ceil(step))
-                .map(|index| {
-                    let position = (index * step).min(most);
-                    let (level, lower) = (position / blocks, position % blocks);
-                    (0..blocks).map(|block| Keep::ALL[level + usize::from(block < lower)]).collect()
-                })
-                .collect()
-        }
-    }
-}
-
-/// What blocks may keep at most in the first of several rounds: as much as in all, or their input alone.
-fn first_levels(recompute: Recompute, keep: &[Keep], several: bool) -> Vec<Keep> {
-    let less = several && recompute == Recompute::Auto && keep.iter().any(|level| *level != Keep::Block);
-    if less { vec![Keep::All, Keep::Block] } else { vec![Keep::All] }
 }
 
 /// An engine whose weights are still undefined.
@@ -511,7 +312,7 @@ pub fn parity(
     let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
     options.evaluates = true;
     options.shards = shards(settings, world.world, world.local_world)?;
-    let (blueprint, plan, _) = plan(settings, options, &hardware, world.world)?;
+    let (blueprint, plan, _) = auto::plan(settings, options, &hardware, world.world)?;
     let mut engine = engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
     let said = load(settings, &mut engine)?;
     let report = parity::run(&mut engine, &batch, expect, out, tolerance)?;

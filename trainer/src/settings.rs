@@ -24,6 +24,7 @@ use crate::checkpoint;
 use crate::config::ModelConfig;
 use crate::data::{DataSpec, Order, Sampler};
 use crate::error::{Error, Result};
+use crate::optimizer::Clip;
 use crate::plugin::Preset;
 use crate::weights;
 
@@ -81,6 +82,8 @@ pub struct OptimizerSettings {
     pub eps: f32,
     /// Largest global gradient norm; None: no clipping.
     pub grad_clip: Option<f32>,
+    /// Whose norm it is compared with.
+    pub clip: Clip,
     /// ρ of Sophia.
     pub sophia_rho: f32,
     /// Updates between Sophia's Hessian estimates.

@@ -2,7 +2,8 @@
 //!
 //! A step's updates are made by the next step, each shortly before the forward that needs its weights: behind it
 //! the states of the groups to come are on their way, and by then the exact global norm is known. What no next
-//! step will make, [`Step::update`] makes.
+//! step will make, [`Step::update`] makes. Where the last step's norm serves in place of this one's
+//! ([`crate::optimizer::Clip::Lagged`]), an update is made right behind the backward that it follows from.
 //!
 //! A step goes through the model in *rounds*, each with a part of its micro-batches. Within a round the order is
 //! layer-major: at each tick a block's weights are acquired once and used for all micro-batches of the round. One
@@ -58,6 +59,22 @@ pub(crate) struct Due {
     pub seed: u64,
 }
 
+/// What a backward computes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Backward {
+    /// Losses and their gradients.
+    pub what: Classify,
+    /// The update to make of each group as soon as its gradient is final.
+    pub behind: Option<Due>,
+}
+
+/// A gradient that is final.
+struct Produced {
+    group: GroupId,
+    /// If it has no home.
+    lease: Option<Lease>,
+}
+
 /// A pass in progress. The calls come in the order of the methods below.
 pub(crate) struct Step<'a> {
     mgr: &'a mut StatefulTensorMgr,
@@ -77,8 +94,10 @@ pub(crate) struct Step<'a> {
     first_token: u64,
     /// The tied table's gradient, held from the head to the embedding.
     table_gradient: Option<Gradient>,
-    /// The group whose gradient was produced last and is not in the norm yet.
-    unsquared: Option<GroupId>,
+    /// The gradient that was produced last and is not in the norm yet.
+    unsquared: Option<Produced>,
+    /// The update to make of each group as soon as its gradient is in the norm.
+    behind: Option<Due>,
 }
 
 impl<'a> Step<'a> {
@@ -100,6 +119,7 @@ impl<'a> Step<'a> {
             first_token: 0,
             table_gradient: None,
             unsquared: None,
+            behind: None,
         }
     }
 
@@ -124,7 +144,7 @@ impl<'a> Step<'a> {
         &mut self,
         micros: u64,
         due: Option<&Due>,
-        verdict: impl FnOnce() -> std::result::Result<Classify, E>,
+        verdict: impl FnOnce() -> std::result::Result<Backward, E>,
     ) -> std::result::Result<(), E> {
         let all = self.round.end;
         let count = all.div_ceil(micros.max(1)).max(1);
@@ -235,7 +255,8 @@ impl<'a> Step<'a> {
     ///
     /// # Errors
     /// If the world below refuses.
-    pub fn backward(&mut self, what: Classify) -> Result<()> {
+    pub fn backward(&mut self, Backward { what, behind }: Backward) -> Result<()> {
+        self.behind = behind;
         self.head(what)?;
         for block in (0..self.model.shape.blocks).rev() {
             self.block_backward(block)?;
@@ -249,9 +270,12 @@ impl<'a> Step<'a> {
     /// If the world below refuses.
     pub fn norm(&mut self, max_norm: f32, loss_scale: f32, control: View) -> Result<()> {
         self.tick(Tick::Norm, Groups::EMBEDDING, Phase::Update)?;
-        self.square_last()?;
+        let last = self.square_last()?;
+        self.update_behind(last, Phase::Update)?;
         let ops = self.ops.as_ref();
-        self.inputs.sum_over_ranks(ops, self.inputs.slots())?;
+        if self.behind.is_none() {
+            self.inputs.sum_over_ranks(ops, self.inputs.slots())?;
+        }
         self.inputs.sum_over_ranks(ops, self.inputs.loss())?;
         ops.norm_finish(self.inputs.slots(), max_norm, loss_scale, control);
         Ok(())
@@ -330,8 +354,9 @@ impl<'a> Step<'a> {
             gradient.add(self.mgr, own)?;
         }
         self.mgr.release(lease)?;
-        self.square_last()?;
-        self.produced(gradient, group)
+        let last = self.square_last()?;
+        self.produced(gradient, group)?;
+        self.update_behind(last, Phase::Backward(block))
     }
 
     fn embed_backward(&mut self) -> Result<()> {
@@ -355,8 +380,9 @@ impl<'a> Step<'a> {
             }
             gradient.add(self.mgr, own)?;
         }
-        self.square_last()?;
-        self.produced(gradient, Groups::EMBEDDING)
+        let last = self.square_last()?;
+        self.produced(gradient, Groups::EMBEDDING)?;
+        self.update_behind(last, Phase::EmbedBackward)
     }
 
     fn tick(&mut self, tick: Tick, group: GroupId, phase: Phase) -> Result<()> {
@@ -427,24 +453,43 @@ impl<'a> Step<'a> {
     }
 
     fn produced(&mut self, gradient: Gradient, group: GroupId) -> Result<()> {
-        gradient.end(self.mgr)?;
-        self.unsquared = self.part.ends().then_some(group);
+        let lease = gradient.end(self.mgr)?;
+        self.unsquared = self.part.ends().then_some(Produced { group, lease });
         Ok(())
     }
 
-    /// Takes this rank's part of the gradient that was produced a tick ago into the norm.
-    fn square_last(&mut self) -> Result<()> {
-        if let Some(group) = self.unsquared.take() {
-            let lease = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
-            let slot = self.inputs.slots().part(u64::from(group.0), 1);
-            match lease.norm_part() {
-                Some(part) => self.ops.square_sum(part, slot),
-                // The last sum over the ranks is still in it.
-                None => self.ops.zero(slot),
+    /// Takes this rank's part of the gradient that was produced a tick ago into the norm, and gives that gradient.
+    fn square_last(&mut self) -> Result<Option<Produced>> {
+        let Some(Produced { group, lease: passing }) = self.unsquared.take() else { return Ok(None) };
+        let has_home = passing.is_none();
+        let lease = match passing {
+            Some(lease) => {
+                self.mgr.await_reduced(&lease);
+                lease
             }
-            self.mgr.release(lease)?;
+            None => self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?,
+        };
+        let slot = self.slot(group);
+        match lease.norm_part() {
+            Some(part) => self.ops.square_sum(part, slot),
+            // The last sum over the ranks is still in it.
+            None => self.ops.zero(slot),
         }
-        Ok(())
+        if self.behind.is_some() {
+            self.inputs.sum_over_ranks(self.ops.as_ref(), slot)?;
+        }
+        let lease = if has_home {
+            self.mgr.release(lease)?;
+            None
+        } else {
+            Some(lease)
+        };
+        Ok(Some(Produced { group, lease }))
+    }
+
+    /// A group's place in the norm.
+    fn slot(&self, group: GroupId) -> View {
+        self.inputs.slots().part(u64::from(group.0), 1)
     }
 
     fn embed(&self, lease: &Lease, micro: u64, out: View) {

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{self, Evaluation, Found};
 use crate::inputs::MicroBatch;
 use crate::launcher;
+use crate::optimizer::Clip;
 use crate::rendezvous::World;
 use crate::report::log::{self, EvaluationRecord, RunLog};
 use crate::report::metrics::{self, Header, TrainMetrics};
@@ -16,7 +17,7 @@ use crate::report::{self, PAGE, html};
 use crate::session::{self, Hardware};
 use crate::settings::{Resume, Settings};
 use crate::source::Rows;
-use crate::{account, agreement, step_rows::StepRows};
+use crate::{account, agreement, auto, step_rows::StepRows};
 use castor_kernels::Tier;
 use castor_runtime::Pass;
 use serde_json::json;
@@ -64,7 +65,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         session::options(settings, config.clone(), settings.max_length as u64, settings.batch_size, micros, steps);
     options.evaluates = evaluation.is_some();
     options.shards = session::shards(settings, world.world, world.local_world)?;
-    let (blueprint, plan, estimate, said) = session::plan_saving(settings, options, &hardware, world.world)?;
+    let (blueprint, plan, estimate, said) = auto::plan_saving(settings, options, &hardware, world.world)?;
     notices.extend(said);
     if speaks {
         let rates = hardware.rates.origin(settings.memory.nvme.is_some());
@@ -257,6 +258,7 @@ impl Run<'_> {
                 "parameters": self.config.parameters(),
                 "steps": self.steps,
                 "tokenizer": self.tokenizer(),
+                "inexact": self.settings.optimizer.clip.inexact(),
             }),
         )?);
         let logging = match self.settings.output.logging {
@@ -411,7 +413,7 @@ impl Run<'_> {
         if result.outcome == Outcome::NotFinite {
             self.skipped += 1;
             if self.skipped == 1 && self.speaks {
-                self.progress.say(&not_finite(record.step, &result));
+                self.progress.say(&not_finite(record.step, &result, self.settings.optimizer.clip));
             }
         }
         if let Some(log) = &mut self.log {
@@ -458,7 +460,9 @@ impl Run<'_> {
         let step_seconds = self.progress.rate().seconds_per_step().unwrap_or(seconds / steps.max(1) as f64);
         let memory = account::memory(self.engine.manager(), self.world, steps, step_seconds);
         memory.write(directory)?;
-        log::write_results(directory, "train", &trained.values())?;
+        let mut results = trained.values();
+        results.extend(self.settings.optimizer.clip.inexact().map(|why| ("inexact".into(), json!(why))));
+        log::write_results(directory, "train", &results)?;
         if let Some((_, found)) = self.evaluated {
             let values = BTreeMap::from([
                 ("eval_loss".into(), json!(found.loss)),
@@ -468,7 +472,6 @@ impl Run<'_> {
             log::write_results(directory, "eval", &values)?;
         }
         if let Some(log) = self.log.take() {
-            let results: BTreeMap<_, _> = trained.values();
             log.end(json!(results))?;
         }
         let log = RunLog::read(directory)?;
@@ -486,14 +489,18 @@ impl Run<'_> {
 }
 
 /// What is said of the first step without an update.
-fn not_finite(step: u64, result: &StepResult) -> String {
+fn not_finite(step: u64, result: &StepResult, clip: Clip) -> String {
     let scale = match result.loss_scale {
         1.0 => String::new(),
         scale => format!(" at the loss scale {scale:e}"),
     };
+    let kept = match clip {
+        Clip::Exact => "the update is skipped and the weights stay as they are",
+        Clip::Lagged => "groups of such gradients are not updated",
+    };
     format!(
-        "step {step}: loss {:.4}, gradient norm {:.4}{scale}: the norm is not finite, so the update is skipped and the \
-         weights stay as they are; such steps are counted from here on, and a run that makes only such ends with an error",
+        "step {step}: loss {:.4}, gradient norm {:.4}{scale}: the norm is not finite, so {kept}; such steps are counted \
+         from here on, and a run that makes only such ends with an error",
         result.loss, result.grad_norm
     )
 }

@@ -70,6 +70,7 @@ fn options(sequence: u64, batch: u64, document_mask: bool, fused_attention: bool
         logits_bytes: LOGITS_BYTES,
         optimizer: None,
         max_norm: 0.0,
+        clip: castor_trainer::optimizer::Clip::Exact,
         schedule: constant(0.0),
         loss_scale: None,
         seed: 5,

@@ -3,6 +3,7 @@
 use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_runtime::plan::{Budgets, Plan};
 use castor_trainer::activations::Keep;
+use castor_trainer::auto;
 use castor_trainer::blueprint::Blueprint;
 use castor_trainer::cli::{self, Command};
 use castor_trainer::estimate::Estimate;
@@ -21,7 +22,7 @@ fn plan(link_bytes_per_s: f64) -> (Blueprint, Plan, Estimate) {
     let hardware = Hardware { backend, budgets, rates, notices: Vec::new() };
     let (config, _) = settings.model_shape().unwrap();
     let options = session::options(&settings, config, 256, settings.batch_size, 1, 1);
-    session::plan(&settings, options, &hardware, 1).unwrap()
+    auto::plan(&settings, options, &hardware, 1).unwrap()
 }
 
 #[test]

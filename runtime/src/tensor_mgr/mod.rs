@@ -27,7 +27,7 @@ use crate::region::Region;
 use crate::schedule::{Access, Part, Pass, Schedule, ScheduledTick, Use, in_place};
 use crate::timeline::{Pace, StepTime};
 use crate::transfer::{Traffic, Transfer};
-use crate::units::{ChunkId, GroupId, Tick};
+use crate::units::{ChunkId, GroupId, Role, Tick};
 use castor_kernels::{Backend, DType, Span, Stream, Tier, View};
 pub use lease::Lease;
 use std::sync::Arc;
@@ -130,6 +130,9 @@ impl StatefulTensorMgr {
             let tier = plan.placement.homes[id.index()].expect("the placement names a home for every chunk");
             let home = carve(tier, Category::home(id.role()), layout.stored_bytes(id));
             chunks[id.index()] = Some(Chunk::new(id, home));
+        }
+        for gradient in layout.group_ids().map(|group| group.chunk(Role::Gradient)) {
+            chunks[gradient.index()].get_or_insert_with(|| Chunk::new(gradient, Span::new(Tier::Host, 0, 0)));
         }
         let window_bytes = placed_bytes(Tier::Device, plan.placement.window_bytes);
         let window = carve(Tier::Device, Category::Window, window_bytes);
@@ -407,7 +410,7 @@ impl StatefulTensorMgr {
             self.part_of(chunk, access, copy.span)
         };
         let (first, elements) = self.range(chunk, access);
-        if matches!(access, Access::Produce(part) if part.begins()) {
+        if access.whole() && !access.reads() {
             let used = self.layout.group(chunk.group()).used;
             self.backend.zero(view.part(used, elements - used));
         }
@@ -418,6 +421,27 @@ impl StatefulTensorMgr {
         let squares = u64::from(self.backend.rank()) < self.layout.shards;
         let (own, begun) = (self.own_range(chunk), access.reads());
         Ok(Lease { chunk, access, view, first, elements, own, squares, begun })
+    }
+
+    /// Reduces a gradient that has no home over the ranks, once it is formed. Operators that are issued from here on may
+    /// not use it before [`StatefulTensorMgr::await_reduced`].
+    ///
+    /// # Errors
+    /// If a move cannot be issued.
+    pub fn reduce_here(&mut self, lease: &mut Lease) -> Result<()> {
+        let (chunk, computed) = (lease.chunk, self.transfer.computed());
+        let place = self.chunk(chunk).copy().expect("what has no home is in the window").span;
+        let (_, done) = self.reduce(chunk, lease.view, place, computed)?;
+        self.chunk_mut(chunk).written(done);
+        lease.view = self.part_of(chunk, Access::ReadShard, place);
+        (lease.first, lease.elements) = self.range(chunk, Access::ReadShard);
+        Ok(())
+    }
+
+    /// From here on operators find in a reduced gradient what this rank updates of it.
+    pub fn await_reduced(&mut self, lease: &Lease) {
+        let ready = self.chunk(lease.chunk).leased_free();
+        self.transfer.wait(Stream::Compute, ready);
     }
 
     /// Takes a lease back: written bytes go home, a gradient is reduced over the ranks.
@@ -473,7 +497,8 @@ impl StatefulTensorMgr {
         let state = self.chunk_mut(chunk);
         state.release(access, access.writes().then_some(written), used, due);
         // After a reduction over ranks the copy holds sums only in part.
-        if matches!(access, Access::Produce(part) if part.ends()) && self.layout.world > 1 && copy.is_some() {
+        let in_part = matches!(access, Access::Produce(part) if part.ends()) && self.layout.world > 1;
+        if copy.is_some() && (in_part || access == Access::Transient) {
             self.drop_copy(chunk);
         }
         self.note_regions();

@@ -4,6 +4,7 @@ use crate::blueprint::Options;
 use crate::config::TOKEN_IDS;
 use crate::data::Order;
 use crate::error::{Error, Result};
+use crate::optimizer::Clip;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -61,6 +62,8 @@ impl Facts {
         let free = json!({
             "schedule": options.schedule,
             "grad_clip": options.max_norm,
+            // Nothing where it is exact: checkpoints from before there was a choice go on without a word.
+            "clip": (options.clip != Clip::Exact).then_some(options.clip),
         });
         Facts { fixed: as_read(fixed), free: as_read(free) }
     }

@@ -75,8 +75,8 @@ impl Saver {
     }
 
     /// Saves the run as it is, unless it just did or the last step casts doubt on the weights
-    /// ([`LossScale::doubtful`](crate::loss_scale::LossScale::doubtful)): no good checkpoint shall make room for them. First waits for the save in flight. All ranks must call it, after
-    /// [`Engine::finish`].
+    /// ([`LossScale::doubtful`](crate::loss_scale::LossScale::doubtful)): no good checkpoint shall make room for them.
+    /// First waits for the save in flight. All ranks must call it, after [`Engine::finish`].
     ///
     /// # Errors
     /// As [`save`].

@@ -63,6 +63,7 @@ fn subtitle(log: Option<&Run>, memory: Option<&MemoryReport>) -> String {
         if run.footer.is_none() {
             parts.push("did not end in order".into());
         }
+        parts.extend(run.inexact().map(|why| format!("inexact: {}", escape(why))));
     }
     format!("<p class=\"quiet\">{}</p>", parts.join(" · "))
 }
@@ -360,7 +361,7 @@ mod tests {
             seconds: 0.1,
             ..StepRecord::default()
         });
-        Run { steps: steps.collect(), ..Run::default() }
+        Run { steps: steps.collect(), header: serde_json::json!({"inexact": "by <choice>"}), ..Run::default() }
     }
 
     #[test]
@@ -368,6 +369,7 @@ mod tests {
         let html = page("a<b", Some(&run(&[4.0, f64::NAN, 3.0])), Some(&memory()));
         for part in [
             "a&lt;b",
+            "inexact: by &lt;choice&gt;",
             "&lt;script&gt;",
             "head &amp; loss",
             "predicted total",

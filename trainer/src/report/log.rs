@@ -227,6 +227,11 @@ pub struct Run {
 }
 
 impl Run {
+    /// What the user chose that makes results inexact, if anything.
+    pub fn inexact(&self) -> Option<&str> {
+        self.header.get("inexact")?.as_str()
+    }
+
     /// How often the run was saved, the seconds that took in all, and for how many of those it waited.
     pub fn saving(&self) -> Option<(usize, f64, f64)> {
         let sum = |of: fn(&SaveRecord) -> f64| self.saves.iter().map(of).sum::<f64>();

@@ -72,6 +72,9 @@ pub fn summary(log: Option<&log::Run>, memory: Option<&MemoryReport>) -> String 
             run.tokens_per_second().map_or("n/a".into(), |rate| format!("{rate:.0}")),
         );
     }
+    if let Some(why) = log.and_then(log::Run::inexact) {
+        let _ = writeln!(text, "Inexact: {why}");
+    }
     if let Some((saves, seconds, held)) = log.and_then(log::Run::saving) {
         let saves = counted(saves as u64, "checkpoints");
         let _ = writeln!(text, "{saves} written in {seconds:.2} s, for {held:.2} s of which the run waited");

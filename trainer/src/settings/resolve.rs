@@ -12,6 +12,7 @@ use super::{
 };
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
+use crate::optimizer::Clip;
 use crate::plugin::{self, Placement};
 
 /// A row is at most this long; beyond it lies a typing error, not a context length.
@@ -27,8 +28,14 @@ impl Settings {
     ///
     /// # Errors
     /// [`Error::Usage`] for the first value that is wrong.
-    pub(crate) fn resolve(raw: &Raw, notices: Vec<String>) -> Result<Settings> {
-        let optimizer = optimizer(raw)?;
+    pub(crate) fn resolve(raw: &Raw, mut notices: Vec<String>) -> Result<Settings> {
+        let (optimizer, precision) = (optimizer(raw)?, precision(raw)?);
+        if optimizer.clip == Clip::Lagged && precision.compute == Precision::Fp16 {
+            return Err(Error::Usage(
+                "--clip lagged updates before it is known whether fp16 overflowed; use --mixed_precision bf16, or --clip exact".into(),
+            ));
+        }
+        notices.extend(optimizer.clip.inexact().map(|why| format!("inexact by choice: {why}")));
         let mut settings = Settings {
             model_config: path(raw, "model_config"),
             model: path(raw, "model"),
@@ -46,7 +53,7 @@ impl Settings {
             num_epochs: number(raw, "num_epochs", "a number above 0 and below 1000000000", |x| x > 0.0 && x < 1e9)?,
             optimizer,
             schedule: schedule(raw)?,
-            precision: precision(raw)?,
+            precision,
             memory: memory(raw)?,
             output: output(raw)?,
             backend: backend(raw)?,
@@ -119,6 +126,7 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
         betas,
         eps: single(raw, "eps", "a number above 0", |x| x > 0.0)?,
         grad_clip: (clip > 0.0).then_some(clip),
+        clip: raw.choice("clip", &[("exact", Clip::Exact), ("lagged", Clip::Lagged)])?,
         sophia_rho: single(raw, "sophia_rho", "a number above 0", |x| x > 0.0)?,
         hessian_interval: count(raw, "hessian_interval", 1)?,
     })

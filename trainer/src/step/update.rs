@@ -1,9 +1,9 @@
 //! Updates and Hessian estimates: one group at a time, on what this rank keeps of it.
 
-use super::{Due, Step};
+use super::{Due, Produced, Step};
 use crate::activations::Phase;
 use crate::estimate::Tick;
-use castor_kernels::ops::{State, Update};
+use castor_kernels::ops::State;
 use castor_runtime::{Access, GroupId, Lease, Result, Role};
 
 impl Step<'_> {
@@ -21,7 +21,23 @@ impl Step<'_> {
     pub(super) fn update_due(&mut self, due: Option<&Due>, group: GroupId, phase: Phase) -> Result<()> {
         let Some(due) = due else { return Ok(()) };
         self.tick(Tick::Update, group, phase)?;
-        self.update_group(group, due.update, due.seed)
+        let gradient = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
+        self.update_group(group, gradient, due)
+    }
+
+    /// Makes the update that follows from a gradient, if updates do not wait for the norm. A gradient that is not finite
+    /// on any rank holds back the update of its own group (L9); the others' may be made already. There is no loss scale,
+    /// and the last step's norm is in the gradient.
+    pub(super) fn update_behind(&mut self, gradient: Option<Produced>, phase: Phase) -> Result<()> {
+        let Some(Produced { group, lease }) = gradient else { return Ok(()) };
+        let Some(due) = self.behind else { return lease.map_or(Ok(()), |lease| self.mgr.release(lease)) };
+        self.tick(Tick::Update, group, phase)?;
+        self.ops.norm_finish(self.slot(group), 0.0, 1.0, self.inputs.control());
+        let lease = match lease {
+            Some(lease) => lease,
+            None => self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?,
+        };
+        self.update_group(group, lease, &due)
     }
 
     /// Takes the gradients into every group's Hessian estimate. `tokens` counted in the estimate.
@@ -47,9 +63,8 @@ impl Step<'_> {
         Ok(())
     }
 
-    fn update_group(&mut self, group: GroupId, update: Update, seed: u64) -> Result<()> {
+    fn update_group(&mut self, group: GroupId, gradient: Lease, due: &Due) -> Result<()> {
         let mut acquire = |role, access| self.mgr.acquire(group.chunk(role), access);
-        let gradient = acquire(Role::Gradient, Access::ReadShard)?;
         let parameter = acquire(Role::Parameter, Access::UpdateShard)?;
         let first = acquire(Role::First, Access::UpdateShard)?;
         let second = acquire(Role::Second, Access::UpdateShard)?;
@@ -68,10 +83,10 @@ impl Step<'_> {
             first: first.view(),
             second: second.view(),
             decayed: laid_out.decayed.saturating_sub(parameter.first()).min(parameter.elements()),
-            seed,
+            seed: due.seed,
             first_element: laid_out.first_element + parameter.first(),
         };
-        self.ops.update(update, state, self.inputs.control());
+        self.ops.update(due.update, state, self.inputs.control());
         self.mgr.release(gradient)?;
         self.mgr.release(first)?;
         self.mgr.release(second)?;

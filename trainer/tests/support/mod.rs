@@ -21,7 +21,7 @@ use castor_trainer::{
     config::ModelConfig,
     engine::Engine,
     lr::{Convention, Decay, Schedule},
-    optimizer::Optimizer,
+    optimizer::{Clip, Optimizer},
     weights::HfFolder,
 };
 use std::{
@@ -75,6 +75,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         logits_bytes: castor_trainer::activations::LOGITS_BYTES,
         optimizer: Some(adamw(0.9, 0.95, 0.1)),
         max_norm: 1.0,
+        clip: Clip::Exact,
         schedule: constant(1e-3),
         loss_scale: None,
         seed: 5,

@@ -1,0 +1,239 @@
+//! What `auto` decides: of the ways of running that the settings leave open, the one with the least estimated time among
+//! those that fit.
+//!
+//! Open are how much each block keeps, how many micro-batches go through the model together, and, where not everything
+//! fits the device, the size of the window and how far prefetch runs ahead. None of it changes a bit of the results.
+
+use crate::activations::Keep;
+use crate::blueprint::{Blueprint, Options};
+use crate::error::{Error, Result};
+use crate::estimate::Estimate;
+use crate::plugin::Placement;
+use crate::session::Hardware;
+use crate::settings::{AsyncSave, Every, Recompute, Settings};
+use castor_kernels::Tier;
+use castor_runtime::Bytes;
+use castor_runtime::plan::{Plan, Rehearse};
+use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
+
+/// Sizes of the window to try, the usual one first; see [`AutoPolicy::window`].
+const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
+
+/// Parts of the window to try as the limit of prefetch. The farther it runs ahead, the more it brings in that must give
+/// way to what is wanted sooner, and come again.
+const PARTS: [f64; 2] = [0.5, 0.25];
+
+/// A way of running.
+#[derive(Clone)]
+struct Way {
+    blueprint: Blueprint,
+    /// See [`AutoPolicy::window`].
+    window: f64,
+    /// Bytes that prefetch may run ahead; None: as far as there is room.
+    prefetch: Option<u64>,
+}
+
+impl Way {
+    fn plan(&self, settings: &Settings, hardware: &Hardware, length: Rehearse) -> Result<Plan> {
+        let (backend, rates, budgets) = (&*hardware.backend, &hardware.rates, hardware.budgets.clone());
+        let policy = policy(settings, self.window);
+        Ok(self.blueprint.plan(backend, rates, &*policy, budgets, self.prefetch, length)?)
+    }
+
+    /// Seconds of a step's arithmetic: no plan is faster.
+    fn floor_s(&self, hardware: &Hardware) -> f64 {
+        self.blueprint.costs(&hardware.rates).step_s(self.blueprint.options())
+    }
+}
+
+/// A way that fits.
+struct Fitting {
+    step_s: f64,
+    window_bytes: u64,
+    way: Way,
+}
+
+/// The policy of the plugin, with [`AutoPolicy::window`].
+fn policy(settings: &Settings, window: f64) -> Box<dyn PlacementPolicy> {
+    match settings.memory.plugin.placement {
+        Placement::Device => Box::new(DevicePolicy),
+        Placement::OptimizerOnHost => Box::new(HostPolicy { parameters: false, optimizer: true }),
+        Placement::Host | Placement::HostFirst => Box::new(HostPolicy { parameters: true, optimizer: true }),
+        Placement::DeviceFirst | Placement::Auto => Box::new(AutoPolicy { window }),
+        Placement::Static => Box::new(StaticPolicy {
+            offload_param_frac: settings.memory.offload_param_frac,
+            offload_optim_frac: settings.memory.offload_optim_frac,
+        }),
+    }
+}
+
+/// Plans the run for one of `world` ranks.
+///
+/// # Errors
+/// [`Error::DoesNotFit`] with numbers.
+pub fn plan(
+    settings: &Settings,
+    options: Options,
+    hardware: &Hardware,
+    world: u32,
+) -> Result<(Blueprint, Plan, Estimate)> {
+    let (way, plan) = best(settings, options, hardware, world)?;
+    let estimate = Estimate::of(&plan);
+    Ok((way.blueprint, plan, estimate))
+}
+
+/// As [`plan`], for a run that saves as `settings` say: with snapshots if `--async_save` asks for them, or leaves it open
+/// and the host has room for them beside the plan. Also what to tell the user.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_saving(
+    settings: &Settings,
+    options: Options,
+    hardware: &Hardware,
+    world: u32,
+) -> Result<(Blueprint, Plan, Estimate, Option<String>)> {
+    let wanted = if settings.output.save == Every::Never { AsyncSave::Off } else { settings.output.async_save };
+    let options = Options { snapshots: wanted == AsyncSave::On, ..options };
+    let (way, plan) = best(settings, options, hardware, world).map_err(|error| match error {
+        Error::DoesNotFit(reason) if wanted == AsyncSave::On => {
+            Error::DoesNotFit(format!("{reason}; --async_save off takes no snapshot"))
+        }
+        other => other,
+    })?;
+    let estimate = Estimate::of(&plan);
+    if wanted != AsyncSave::Auto {
+        return Ok((way.blueprint, plan, estimate, None));
+    }
+    let options = Options { snapshots: true, ..way.blueprint.options().clone() };
+    let with = Way { blueprint: Blueprint::for_world(options, &*hardware.backend, world), ..way.clone() };
+    // Nothing of the run's own may give way to it.
+    let beside = with.plan(settings, hardware, Rehearse::ToRun).ok();
+    match beside.filter(|beside| beside.placement == plan.placement) {
+        Some(beside) => Ok((with.blueprint, beside, estimate, None)),
+        None => {
+            let left = hardware.budgets.host.saturating_sub(plan.peak(Tier::Host));
+            let said = format!(
+                "a save will hold the run until it is on disk: a snapshot takes {} of host memory and {} are left beside \
+                 the plan; --async_save on makes room for it",
+                Bytes(with.blueprint.fixed().snapshot),
+                Bytes(left)
+            );
+            Ok((way.blueprint, plan, estimate, Some(said)))
+        }
+    }
+}
+
+fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
+    let mut ways: Vec<(f64, Way)> = Vec::new();
+    for round in rounds(&options, world) {
+        for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
+            for first_keep in first_levels(settings.memory.recompute, &keep, round < options.micro_batches) {
+                let options = Options { round, keep: keep.clone(), first_keep, ..options.clone() };
+                let blueprint = Blueprint::for_world(options, &*hardware.backend, world);
+                let way = Way { blueprint, window: WINDOWS[0], prefetch: settings.memory.prefetch };
+                ways.push((way.floor_s(hardware), way));
+            }
+        }
+    }
+    // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
+    ways.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let compare = |way: Way| {
+        let plan = way.plan(settings, hardware, Rehearse::ToCompare)?;
+        let step_s = Estimate::of(&plan).time.step_s;
+        Ok(Fitting { step_s, window_bytes: plan.placement.window_bytes, way })
+    };
+    let (mut fitting, mut refusal): (Vec<Fitting>, _) = (Vec::new(), None);
+    for (floor_s, way) in ways {
+        if fitting.iter().any(|fitting| fitting.step_s <= floor_s * 1.001) {
+            break;
+        }
+        match compare(way) {
+            Ok(fits) => fitting.push(fits),
+            // The last refusal is that of the plan that computes most again, and so takes the least memory.
+            Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
+            Err(other) => return Err(other),
+        }
+    }
+    let sort = |fitting: &mut Vec<Fitting>| fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+    sort(&mut fitting);
+    let waits = |fitting: &&Fitting| fitting.step_s > 1.005 * fitting.way.floor_s(hardware);
+    // A smaller window leaves more room for homes; the best are tried with that too.
+    if matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
+        let best: Vec<Way> = fitting.iter().take(3).filter(waits).map(|best| best.way.clone()).collect();
+        let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
+        fitting.extend(best.into_iter().flat_map(smaller).filter_map(|way| compare(way).ok()));
+        sort(&mut fitting);
+    }
+    if let (None, Some(best)) = (settings.memory.prefetch, fitting.first().filter(waits)) {
+        let part = |part: &f64| Some((part * best.window_bytes as f64) as u64);
+        let nearer: Vec<Way> = PARTS.iter().map(|bytes| Way { prefetch: part(bytes), ..best.way.clone() }).collect();
+        fitting.extend(nearer.into_iter().filter_map(|way| compare(way).ok()));
+        sort(&mut fitting);
+    }
+    // A longer rehearsal can find a window too full of holes that a short one found good.
+    for Fitting { way, .. } in fitting {
+        match way.plan(settings, hardware, Rehearse::ToRun) {
+            Ok(plan) => return Ok((way, plan)),
+            Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
+            Err(other) => return Err(other),
+        }
+    }
+    Err(match refusal {
+        Some(Error::DoesNotFit(reason)) => Error::DoesNotFit(format!("{reason}{}", way_out(&options, world))),
+        other => other.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())),
+    })
+}
+
+/// What else to try where all micro-batches had to go together for the sake of gradients that are split over ranks.
+fn way_out(options: &Options, world: u32) -> &'static str {
+    let at_once = options.splits_gradients(world.into()) && !options.sync_each_batch;
+    if !at_once || options.micro_batches == 1 || options.config.tie_word_embeddings {
+        return "";
+    }
+    "; gradients are split over ranks, so that all micro-batches go through the model together: --sync_each_batch \
+     sums each one's over the ranks by itself and lets fewer go together, and so do --plugin zero1 and \
+     --shard_size 1, which keep gradients whole"
+}
+
+/// Numbers of micro-batches that may go through the model together: all of a step's, or fewer, which take less
+/// activation memory. A gradient that is split over ranks is summed over them once, unless each micro-batch's is by
+/// itself; and a tied table's gradient is summed over the head's part and then the embedding's, which rounds would
+/// interleave (L6): there all go together.
+fn rounds(options: &Options, world: u32) -> Vec<u64> {
+    let all = options.micro_batches;
+    let at_once = options.splits_gradients(world.into()) && !options.sync_each_batch;
+    if options.config.tie_word_embeddings || at_once {
+        return vec![all];
+    }
+    let mut rounds: Vec<u64> = [all, all.div_ceil(2), all.div_ceil(4), 1].into();
+    rounds.dedup();
+    rounds
+}
+
+/// Recompute levels of all blocks to choose from, most memory first. Between two levels a part of the blocks is
+/// already at the lower one.
+fn levels(recompute: Recompute, blocks: usize) -> Vec<Vec<Keep>> {
+    match recompute {
+        Recompute::None => vec![vec![Keep::All; blocks]],
+        Recompute::Selective => vec![vec![Keep::Selective; blocks]],
+        Recompute::Full => vec![vec![Keep::Block; blocks]],
+        Recompute::Auto => {
+            let most = (Keep::ALL.len() - 1) * blocks;
+            let step = (blocks / 8).max(1);
+            (0..=most.div_ceil(step))
+                .map(|index| {
+                    let position = (index * step).min(most);
+                    let (level, lower) = (position / blocks, position % blocks);
+                    (0..blocks).map(|block| Keep::ALL[level + usize::from(block < lower)]).collect()
+                })
+                .collect()
+        }
+    }
+}
+
+/// What blocks may keep at most in the first of several rounds: as much as in all, or their input alone.
+fn first_levels(recompute: Recompute, keep: &[Keep], several: bool) -> Vec<Keep> {
+    let less = several && recompute == Recompute::Auto && keep.iter().any(|level| *level != Keep::Block);
+    if less { vec![Keep::All, Keep::Block] } else { vec![Keep::All] }
+}
