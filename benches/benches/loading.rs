@@ -8,16 +8,13 @@ use castor_kernels::cpu::{Cpu, CpuOptions};
 use castor_kernels::dry::{Dry, DryProfile};
 use castor_kernels::link::{Link, LinkOptions};
 use castor_kernels::{Backend, DType, Tier};
-use castor_runtime::layout::Sharding;
 use castor_runtime::plan::{Budgets, Rehearse};
 use castor_runtime::policy::HostPolicy;
-use castor_trainer::activations::{Keep, LOGITS_BYTES};
+use castor_trainer::activations::Keep;
 use castor_trainer::blueprint::{Blueprint, Options, formats};
 use castor_trainer::config::ModelConfig;
 use castor_trainer::engine::Engine;
 use castor_trainer::error::{Error, Result};
-use castor_trainer::lr::{Convention, Decay, Schedule};
-use castor_trainer::optimizer::{Clip, Optimizer};
 use castor_trainer::rates::Rates;
 use castor_trainer::report::{peak_host_bytes, resident_host_bytes};
 use castor_trainer::weights::HfFolder;
@@ -29,36 +26,9 @@ use std::time::Instant;
 
 fn options(config: ModelConfig) -> Options {
     Options {
-        batch: 1,
-        sequence: 128,
-        micro_batches: 1,
-        round: 1,
         formats: formats(DType::Bf16, DType::Bf16, DType::F32),
-        sharding: Sharding { parameters: true, gradients: true, optimizer: true },
-        shards: None,
         keep: vec![Keep::Block; config.num_hidden_layers as usize],
-        first_keep: Keep::All,
-        sync_each_batch: false,
-        document_mask: false,
-        fused_attention: true,
-        deterministic: true,
-        logits_bytes: LOGITS_BYTES,
-        optimizer: Some(Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }),
-        max_norm: 1.0,
-        clip: Clip::Exact,
-        schedule: Schedule {
-            base: 1e-3,
-            decay: Decay::Constant,
-            convention: Convention::HuggingFace,
-            min_ratio: 0.0,
-            warmup: 0,
-            total: 1,
-        },
-        loss_scale: None,
-        seed: 1,
-        evaluates: false,
-        snapshots: false,
-        config,
+        ..castor_benches::options(config, 128)
     }
 }
 

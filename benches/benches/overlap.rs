@@ -4,21 +4,17 @@
 //!
 //! `cargo bench -p castor-benches --bench overlap`. One compute thread, so that the copy engines have a core.
 
+use castor_kernels::Backend;
 use castor_kernels::cpu::{Cpu, CpuOptions};
-use castor_kernels::{Backend, DType};
 use castor_runtime::Pass;
-use castor_runtime::layout::Sharding;
 use castor_runtime::plan::Budgets;
 use castor_runtime::plan::Rehearse;
 use castor_runtime::policy::{DevicePolicy, HostPolicy, PlacementPolicy};
-use castor_trainer::activations::{Keep, LOGITS_BYTES};
-use castor_trainer::blueprint::{Blueprint, Options, formats};
+use castor_trainer::blueprint::{Blueprint, Options};
 use castor_trainer::config::{Family, ModelConfig, RopeScaling};
 use castor_trainer::engine::{Engine, StepInputs};
 use castor_trainer::error::Result;
 use castor_trainer::inputs::MicroBatch;
-use castor_trainer::lr::{Convention, Decay, Schedule};
-use castor_trainer::optimizer::{Clip, Optimizer};
 use castor_trainer::rates::Rates;
 use castor_trainer::weights::RandomWeights;
 use std::sync::Arc;
@@ -52,39 +48,7 @@ fn model() -> ModelConfig {
 }
 
 fn options() -> Options {
-    let config = model();
-    Options {
-        batch: ROWS,
-        sequence: SEQUENCE,
-        micro_batches: 1,
-        round: 1,
-        sync_each_batch: false,
-        formats: formats(DType::F32, DType::F32, DType::F32),
-        sharding: Sharding { parameters: true, gradients: true, optimizer: true },
-        shards: None,
-        keep: vec![Keep::All; config.num_hidden_layers as usize],
-        first_keep: Keep::All,
-        fused_attention: true,
-        document_mask: false,
-        deterministic: true,
-        logits_bytes: LOGITS_BYTES,
-        optimizer: Some(Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }),
-        max_norm: 1.0,
-        clip: Clip::Exact,
-        schedule: Schedule {
-            base: 1e-3,
-            decay: Decay::Constant,
-            convention: Convention::HuggingFace,
-            min_ratio: 0.0,
-            warmup: 0,
-            total: 1,
-        },
-        loss_scale: None,
-        seed: 1,
-        evaluates: false,
-        snapshots: false,
-        config,
-    }
+    Options { batch: ROWS, ..castor_benches::options(model(), SEQUENCE) }
 }
 
 /// Seconds of a steady step, bytes that a step moves in the busier direction, and the last loss.

@@ -182,7 +182,11 @@ impl Plan {
                 taken.push(reserved(Category::Workspace, workspace));
                 taken.push((Category::Driver.name().into(), driver_bytes));
             } else if fixed.snapshot > 0 {
-                taken.push(reserved(Category::Snapshot, fixed.snapshot));
+                let (name, bytes) = reserved(Category::Snapshot, fixed.snapshot);
+                match taken.iter_mut().find(|(user, _)| *user == name) {
+                    Some((_, stages)) => *stages += bytes,
+                    None => taken.push((name, bytes)),
+                }
             }
             all_taken[tier.index()] = taken;
         }

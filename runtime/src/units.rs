@@ -106,13 +106,16 @@ impl fmt::Debug for Tick {
     }
 }
 
-/// Bytes, shown in MiB for people.
+/// Bytes, shown in MiB for people; below 10 KiB, of which two decimals would leave nothing, as they are.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Bytes(pub u64);
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = self.0 as f64 / (1 << 20) as f64;
+        if self.0 < 10 << 10 {
+            return write!(f, "{} bytes", self.0);
+        }
         if mib >= 100.0 { write!(f, "{mib:.0} MiB") } else { write!(f, "{mib:.2} MiB") }
     }
 }

@@ -95,7 +95,12 @@ pub fn plan_saving(
 ) -> Result<(Blueprint, Plan, Estimate, Option<String>)> {
     let wanted = if settings.output.save == Every::Never { AsyncSave::Off } else { settings.output.async_save };
     let options = Options { snapshots: wanted == AsyncSave::On, ..options };
-    let (way, plan) = best(settings, options, hardware, world)?;
+    let (way, plan) = best(settings, options, hardware, world).map_err(|error| match error {
+        Error::DoesNotFit(reason) if wanted == AsyncSave::On => {
+            Error::DoesNotFit(format!("{reason}; --async_save off takes no snapshot"))
+        }
+        other => other,
+    })?;
     let estimate = Estimate::of(&plan);
     if wanted != AsyncSave::Auto {
         return Ok((way.blueprint, plan, estimate, None));

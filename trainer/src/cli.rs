@@ -1,14 +1,16 @@
 //! The command line: what may be typed, turned into one [`Command`].
 //!
-//! Owns the command tree and its errors. The training flags are rows of the settings' table, so they are
+//! Owns the command tree (`tree`) and its errors. The training flags are rows of the settings' table, so they are
 //! defined once; what `castor run` does with its own flags is the launcher's business.
+
+mod tree;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::ArgMatches;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches};
 
 use crate::data::{DataSpec, OnBadRecord};
 use crate::error::{Error, Result};
@@ -20,6 +22,7 @@ use crate::settings::raw::{Origin, Raw};
 use crate::settings::table::{self, FLAGS, Flag, Kind, SHORTHANDS};
 use crate::settings::{Settings, boolean, nearest};
 use crate::weights::ExportDType;
+use tree::{doctor_flags, sample_flags, tree};
 
 /// What the user asks for.
 #[derive(Debug)]
@@ -96,12 +99,13 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
     if args.get(1).is_some_and(|word| word == "run") {
         return Ok(Command::Run(args[2..].to_vec()));
     }
+    let words = args.iter().skip(1).map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
     let matches = match tree().try_get_matches_from(one_spelling(args)) {
         Ok(matches) => matches,
         Err(error) => {
             return match error.kind() {
                 ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Ok(Command::Text(error.to_string())),
-                _ => Err(usage(&error)),
+                _ => Err(usage(&error, &words)),
             };
         }
     };
@@ -338,179 +342,26 @@ fn required(matches: &ArgMatches, id: &str) -> String {
     value(matches, id).expect("clap checks required arguments and fills in defaults")
 }
 
-fn tree() -> clap::Command {
-    let command = |name: &'static str, about: &'static str| clap::Command::new(name).about(about);
-    let path = |id: &'static str, help: &'static str| Arg::new(id).required(true).help(help);
-    let option = |id: &'static str, help: &'static str| Arg::new(id).long(id).help(help).allow_negative_numbers(true);
-    let switch = |id: &'static str, help: &'static str| Arg::new(id).long(id).action(ArgAction::SetTrue).help(help);
-    let pack = command("pack", "Tokenise text once, into a file that every run maps")
-        .arg(path("input", "Text, jsonl (.gz, .zst) and parquet files, folders, globs").num_args(1..))
-        .arg(option("tokenizer", "`bytes`, a tokenizer.json or its folder").required(true))
-        .arg(option("out", "Folder to write").required(true))
-        .arg(
-            option("text_field", "Name of the text in a JSON record or of a parquet column")
-                .alias("text_column")
-                .default_value("text"),
-        )
-        .arg(option("on_bad_record", "stop, or skip and count").value_parser(["stop", "skip"]).default_value("stop"))
-        .arg(boolean_flag("add_bos").default_value("true").help("BOS before each document"))
-        .arg(boolean_flag("add_eos").default_value("true").help("EOS after each document"));
-    clap::Command::new("castor")
-        .version(env!("CARGO_PKG_VERSION"))
-        .about("Trains Llama-family models beyond one GPU's memory: device, host and NVMe as one")
-        .subcommand_required(true)
-        .disable_help_subcommand(true)
-        .after_help(
-            "Exit codes: 0 done, 1 failed, 2 wrong command line or input, 3 does not fit, \
-             130/143 interrupted",
-        )
-        .subcommand(command("run", "Start one process per device: run --nproc_per_node 2 train …"))
-        .subcommand(training_flags(command("train", "Train: one rank, or that which the environment names")))
-        .subcommand(
-            training_flags(command("plan", "Say where bytes would be and how long a step takes"))
-                .arg(
-                    option("ranks", "Ranks to plan for [as the environment says]")
-                        .aliases(["world_size", "nproc_per_node"]),
-                )
-                .arg(switch("max", "Plan for as many blocks of this shape as fit"))
-                .arg(switch("json", "Print the plan as JSON")),
-        )
-        .subcommand(
-            training_flags(command("parity", "One forward and backward, held against expected tensors"))
-                .arg(option("batch", "safetensors with input_ids and labels").required(true))
-                .arg(option("expect", "safetensors with loss and gradients"))
-                .arg(option("out", "Where to write loss and gradients"))
-                .arg(option("tolerance", "Largest relative error that passes").default_value("1e-4")),
-        )
-        .subcommand(command("data", "Prepare data").subcommand_required(true).subcommand(pack))
-        .subcommand(
-            command("export", "Checkpoint to a Hugging Face folder")
-                .arg(path("checkpoint", "Folder of a checkpoint, or of a run: its latest"))
-                .arg(path("out", "Folder to write"))
-                .arg(
-                    option("dtype", "How weights are stored")
-                        .value_parser(["bf16", "fp16", "fp32"])
-                        .default_value("bf16"),
-                ),
-        )
-        .subcommand(
-            command("sample", "Let a model go on with a text")
-                .arg(path("from", "Hugging Face folder, GGUF file, checkpoint, or a run's folder: its latest"))
-                .arg(option("prompt", "What the text begins with").required(true))
-                .arg(option("max_new_tokens", "Tokens after it, at most").default_value("64"))
-                .arg(
-                    option("temperature", "Divides the logits; 0: always the likeliest token [0; 1 with --top_k]")
-                        .default_value("0")
-                        .hide_default_value(true),
-                )
-                .arg(option("top_k", "Draw from so many of the likeliest tokens; 0: all").default_value("0"))
-                .args(sample_flags().map(sample_argument)),
-        )
-        .subcommand(
-            command("report", "Render the report of a recorded run").arg(path("run_dir", "The run's --output_dir")),
-        )
-        .subcommand(
-            command("doctor", "What this machine has, what is missing and what to do")
-                .arg(switch("bench", "Measure links, memory, GEMM and the disk of --nvme; plans use what it finds"))
-                .args(doctor_flags().map(argument)),
-        )
-}
-
-/// The rows of the table that `doctor` takes.
-fn doctor_flags() -> impl Iterator<Item = &'static Flag> {
-    FLAGS.iter().filter(|flag| matches!(flag.key, "backend" | "nvme"))
-}
-
-/// The rows of the table that `sample` takes.
-fn sample_flags() -> impl Iterator<Item = &'static Flag> {
-    const TAKEN: [&str; 9] = [
-        "tokenizer",
-        "seed",
-        "add_bos",
-        "mixed_precision",
-        "plugin",
-        "device_memory",
-        "host_memory",
-        "nvme",
-        "backend",
-    ];
-    FLAGS.iter().filter(|flag| TAKEN.contains(&flag.key))
-}
-
-/// A row of the table as `sample` takes it: there is nothing to train.
-fn sample_argument(flag: &'static Flag) -> Arg {
-    match flag.key {
-        "seed" => argument(flag).help(format!("Seed of what is drawn [{}]", flag.default)).help_heading(None::<&str>),
-        _ => argument(flag),
+/// The command that `words` begin with, and how it is called: `castor data pack`.
+fn command_of(words: &[String]) -> (clap::Command, String) {
+    let (mut command, mut name) = (tree(), String::from("castor "));
+    for word in words {
+        let Some(inner) = command.find_subcommand(word) else { break };
+        command = inner.clone();
+        name.push_str(&format!("{word} "));
     }
+    (command, name)
 }
 
-/// A row of the table as clap knows it.
-fn argument(flag: &'static Flag) -> Arg {
-    let mut arg = Arg::new(flag.key)
-        .long(flag.key)
-        .aliases(flag.aliases)
-        .allow_negative_numbers(true)
-        .value_name("V")
-        .help_heading(flag.group);
-    arg = match flag.kind {
-        Kind::Value => arg.num_args(1),
-        Kind::List => arg.num_args(1..).action(ArgAction::Append),
-        Kind::Switch => arg.num_args(0..=1).default_missing_value("true"),
-        Kind::OrJust(value) => arg.num_args(0..=1).default_missing_value(value),
-    };
-    if let Some(short) = flag.short {
-        arg = arg.short(short);
-    }
-    match flag.default {
-        "" => arg.help(flag.help),
-        default => arg.help(format!("{} [{default}]", flag.help)),
-    }
+/// The names of a command's flags that are worth suggesting.
+fn flags_of(command: &clap::Command) -> Vec<String> {
+    let shown = command.get_arguments().filter(|arg| !arg.is_hide_set());
+    let names = shown.flat_map(|arg| arg.get_long().into_iter().chain(arg.get_all_aliases().unwrap_or_default()));
+    names.map(str::to_owned).collect()
 }
 
-/// Adds the table's flags, their other names, and `--print_config`.
-fn training_flags(mut command: clap::Command) -> clap::Command {
-    for flag in FLAGS {
-        command = command.arg(argument(flag));
-    }
-    for short in SHORTHANDS {
-        let mut arg = boolean_flag(short.names[0])
-            .aliases(&short.names[1..])
-            .help(format!("--{} {}", short.key, short.value))
-            .help_heading("Short for");
-        if let Some(letter) = short.short {
-            arg = arg.short(letter);
-        }
-        command = command.arg(arg);
-    }
-    for ignored in IGNORED {
-        for (index, name) in ignored.names.iter().enumerate() {
-            let mut arg = boolean_flag(name).num_args(0..).hide(true);
-            if let (0, Some(letter)) = (index, ignored.short) {
-                arg = arg.short(letter);
-            }
-            command = command.arg(arg);
-        }
-    }
-    command
-        .args(ONLY_OFF.iter().map(|(name, _)| boolean_flag(name).hide(true)))
-        .args(ONLY_ON.iter().map(|(name, ..)| boolean_flag(name).hide(true)))
-        .arg(
-            Arg::new("print_config")
-                .long("print_config")
-                .action(ArgAction::SetTrue)
-                .help("Print every setting with its origin, as a training TOML, and end"),
-        )
-        .args_override_self(true)
-}
-
-/// `--name`, or `--name value`.
-fn boolean_flag(name: &'static str) -> Arg {
-    Arg::new(name).long(name).num_args(0..=1).default_missing_value("true").value_name("V")
-}
-
-/// clap's error as one sentence, with the flag that was probably meant.
-fn usage(error: &clap::Error) -> Error {
+/// clap's error on `words` as one sentence, with the flag that was probably meant.
+fn usage(error: &clap::Error, words: &[String]) -> Error {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
         _ => None,
@@ -525,7 +376,12 @@ fn usage(error: &clap::Error) -> Error {
             match REFUSED.iter().find(|(refused, _)| *refused == name) {
                 Some((_, why)) => format!("--{name}: {why}"),
                 None if typed.starts_with("--") => {
-                    format!("unknown flag {typed}{}", meant(nearest(&name, table::names()), "--"))
+                    let (command, called) = command_of(words);
+                    let flags = flags_of(&command);
+                    match nearest(&name, flags.iter().map(String::as_str)) {
+                        near @ Some(_) => format!("unknown flag {typed}{}", meant(near, "--")),
+                        None => format!("unknown flag {typed}; `{} --help` lists what there is", called.trim_end()),
+                    }
                 }
                 None if typed.starts_with('-') => format!("unknown flag {typed}"),
                 None => format!("{typed} is not expected here: values follow a flag"),

@@ -93,6 +93,9 @@ pub fn open(spec: &DataSpec, tokenizer: &str, length: usize, vocabulary: u64) ->
     let rows = if tokens.is_empty() {
         let tokenizer = &Tokenizer::open(tokenizer)?;
         tokenizer.check_fits(vocabulary)?;
+        if spec.token_format.is_some() {
+            notices.push("--token_format is accepted and changes nothing: there is text only, no token file".into());
+        }
         let (mut ids, mut starts) = (Vec::new(), Vec::new());
         let count = text::tokenize(spec, tokenizer, &texts, &mut notices, &mut |document| {
             if spec.document_mask {

@@ -146,7 +146,7 @@ impl Track {
         let readings = inputs.read(ops, ticket)?;
         result.loss = f64::from(readings.loss_sum) / pending.tokens as f64;
         result.grad_norm = f64::from(readings.norm);
-        self.progress.loss_scale.learn(readings.finite)?;
+        self.progress.loss_scale.learn(readings.finite, result.loss.is_finite())?;
         if readings.finite {
             result.outcome = Outcome::Updated;
             self.progress.applied += 1;

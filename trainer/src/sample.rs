@@ -12,6 +12,7 @@ use crate::engine::{self, Engine};
 use crate::error::{Error, Result};
 use crate::inputs::MicroBatch;
 use crate::rendezvous::World;
+use crate::report::log::RunLog;
 use crate::session::{self, Hardware};
 use crate::settings::Settings;
 use crate::source::TensorSource;
@@ -92,7 +93,8 @@ pub fn main(settings: &Settings, request: &Request) -> Result<()> {
     let Found { config, source, tokenizer, mut notices } = find(&request.model)?;
     let name = request.tokenizer.clone().or(tokenizer).ok_or_else(|| {
         Error::Usage(format!(
-            "{} holds no tokenizer; give the one it was trained with: --tokenizer FILE, or --tokenizer bytes",
+            "{} holds no tokenizer and no run's log says which; give the one it was trained with: --tokenizer FILE, or \
+             --tokenizer bytes",
             request.model.display()
         ))
     })?;
@@ -141,11 +143,18 @@ struct Found {
 
 fn find(path: &Path) -> Result<Found> {
     let holds = |folder: &Path| folder.join("tokenizer.json").is_file().then(|| folder.display().to_string());
+    // What the log of the run says that `folder` is of.
+    let recorded = |folder: &Path| {
+        let folder = folder.canonicalize().ok()?;
+        let name = RunLog::tokenizer(folder.parent()?)?;
+        (name == "bytes" || Path::new(&name).exists()).then_some(name)
+    };
     if path.is_file() || weights::is_folder_of_weights(path) {
         let (config, mut notices) = weights::shape(path)?;
         let (source, said) = weights::open(path, &config)?;
         notices.extend(said);
-        let tokenizer = if path.is_file() { Some(path.display().to_string()) } else { holds(path) };
+        let tokenizer =
+            if path.is_file() { Some(path.display().to_string()) } else { holds(path).or_else(|| recorded(path)) };
         return Ok(Found { config, source, tokenizer, notices });
     }
     if !path.is_dir() {
@@ -165,7 +174,8 @@ fn find(path: &Path) -> Result<Found> {
     let (config, source) = checkpoint::stored(&checkpoint)?;
     // The final model of the run, where there is one, has the tokenizer.
     let run = checkpoint.folder().parent().unwrap_or(path).join("model");
-    Ok(Found { config, source, tokenizer: holds(&run), notices })
+    let tokenizer = holds(&run).or_else(|| recorded(checkpoint.folder()));
+    Ok(Found { config, source, tokenizer, notices })
 }
 
 /// An engine for rows of `length` tokens that holds the weights of `source`.

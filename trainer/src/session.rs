@@ -170,7 +170,7 @@ pub fn disk_room(folder: &Path) -> Result<u64> {
     if !folder.is_dir() {
         return Err(refused(&"it is not a folder"));
     }
-    rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).map_err(|error| refused(&error))?;
+    tempfile::tempfile_in(folder).map_err(|error| refused(&format!("no file can be made in it ({error})")))?;
     Ok(room)
 }
 
@@ -263,8 +263,8 @@ pub fn options(
         },
         loss_scale: (precision.compute == Precision::Fp16).then(|| Dynamic {
             initial: scale.fixed.unwrap_or(scale.initial),
-            window: scale.growth_interval as u32,
-            hysteresis: scale.hysteresis as u32,
+            window: scale.growth_interval,
+            hysteresis: scale.hysteresis,
             floor: scale.fixed.unwrap_or(scale.min),
             ceiling: scale.fixed.unwrap_or(scale.max),
         }),

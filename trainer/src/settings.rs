@@ -1,7 +1,7 @@
 //! What a run is asked to do, resolved and typed: flag over TOML over default, every value checked.
 //!
 //! Owns the table of flags (`table`), their text with origins (`raw`), what other trainers' files and words mean here
-//! (`deepspeed`, `fsdp`, `strategies`, `elsewhere`), the forms of values ([`Budget`], [`Every`]) and [`Settings`]. It measures nothing: budgets stay symbolic until someone who knows the machine
+//! (`deepspeed`, `fsdp`, `strategies`, `elsewhere`), which flags change nothing (`unused`), the forms of values ([`Budget`], [`Every`]) and [`Settings`]. It measures nothing: budgets stay symbolic until someone who knows the machine
 //! resolves them ([`Budget::bytes`]), steps until someone knows the number of rows.
 
 mod deepspeed;
@@ -11,6 +11,7 @@ pub(crate) mod raw;
 mod resolve;
 mod strategies;
 pub(crate) mod table;
+mod unused;
 mod values;
 
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ use std::time::Duration;
 pub(crate) use values::boolean;
 pub use values::{Budget, Every, nearest};
 
+use crate::checkpoint;
 use crate::config::ModelConfig;
 use crate::data::{DataSpec, Order, Sampler};
 use crate::error::{Error, Result};
@@ -202,9 +204,9 @@ pub struct LossScale {
     /// Largest.
     pub max: f32,
     /// Clean updates before it doubles.
-    pub growth_interval: u64,
+    pub growth_interval: u32,
     /// Overflows before it halves.
-    pub hysteresis: u64,
+    pub hysteresis: u32,
 }
 
 /// Where bytes may live.
@@ -370,7 +372,10 @@ impl Settings {
     /// If none is given, or the file is refused.
     pub fn model_shape(&self) -> Result<(ModelConfig, Vec<String>)> {
         let (shape, mut notices) = match (&self.model, &self.model_config) {
-            (Some(model), _) => weights::shape(model)?,
+            (Some(model), _) => match checkpoint::not_a_model(model) {
+                Some(reason) => return Err(Error::Usage(format!("--model: {reason}"))),
+                None => weights::shape(model)?,
+            },
             (None, Some(path)) => ModelConfig::from_json_file(path)?,
             (None, None) => {
                 return Err(Error::Usage(

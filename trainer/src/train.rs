@@ -8,19 +8,19 @@ use crate::error::{Error, Result};
 use crate::evaluation::{self, Evaluation, Found};
 use crate::inputs::MicroBatch;
 use crate::launcher;
+use crate::optimizer::Clip;
 use crate::rendezvous::World;
 use crate::report::log::{self, EvaluationRecord, RunLog};
 use crate::report::metrics::{self, Header, TrainMetrics};
 use crate::report::progress::{self, Progress, StepRecord};
 use crate::report::{self, PAGE, html};
 use crate::session::{self, Hardware};
-use crate::settings::Settings;
+use crate::settings::{Resume, Settings};
 use crate::source::Rows;
 use crate::{account, agreement, auto, step_rows::StepRows};
 use castor_kernels::Tier;
 use castor_runtime::Pass;
 use serde_json::json;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -55,10 +55,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         settings.gradient_accumulation_steps,
     );
     let settings = &settings.with_epochs_of(sampler.steps_per_epoch());
-    let steps = settings.max_steps.unwrap_or_else(|| sampler.steps(settings.num_epochs));
-    if steps == 0 {
-        return Err(Error::Usage("--max_steps 0 asks for no training; give at least 1".into()));
-    }
+    let steps = settings.total_steps(&sampler);
     let hardware = Hardware::open(settings, &world)?;
     notices.extend(hardware.notices.iter().cloned());
     let micros = settings
@@ -103,11 +100,7 @@ pub fn main(settings: &Settings) -> Result<()> {
     let begun = from.map(|checkpoint| checkpoint.progress().step);
     let saver = Saver::new(&settings.output, facts, begun, &mut engine)?;
     let signal = Arc::new(AtomicUsize::new(0));
-    for kind in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
-        // `nohup` and schedulers that warn beforehand (USR1) mean what they say.
-        if kind == SIGHUP && launcher::is_ignored(kind) {
-            continue;
-        }
+    for kind in launcher::ending_signals() {
         signal_hook::flag::register_usize(kind, Arc::clone(&signal), kind as usize)
             .map_err(|error| Error::Failed(format!("signal {kind} cannot be watched: {error}")))?;
     }
@@ -128,7 +121,7 @@ pub fn main(settings: &Settings) -> Result<()> {
         speaks,
         progress: Progress::quiet(steps),
         log: None,
-        losses: 0.0,
+        losses: Mean::default(),
         records: 0,
         skipped: 0,
         tokens: 0,
@@ -152,11 +145,21 @@ pub fn main(settings: &Settings) -> Result<()> {
                     run.begun + run.records,
                     metrics::max_cuda_usage(peak)
                 );
+                eprintln!("castor: {}", run.saver.way_back());
             }
             Err(error)
         }
         Ok(interrupted) => {
             run.conclude(seconds)?;
+            let doubtful = run.engine.progress().loss_scale.doubtful();
+            if doubtful > 0 && interrupted.is_none() {
+                return Err(Error::Failed(format!(
+                    "loss or gradient norm of {} was not finite, so that neither a checkpoint nor the model is written after \
+                     it; lower --lr, or check the data and the weights for NaN; {}",
+                    if doubtful == 1 { "the last step".into() } else { format!("the last {doubtful} steps") },
+                    run.saver.way_back()
+                )));
+            }
             if interrupted.is_none() && settings.output.save_model {
                 let folder = run.saver.save_model(&settings.tokenizer, &mut run.engine)?;
                 if speaks {
@@ -193,11 +196,20 @@ struct Run<'a> {
     speaks: bool,
     progress: Progress,
     log: Option<RunLog>,
-    losses: f64,
+    /// Of the losses that are finite.
+    losses: Mean,
     records: u64,
+    /// Steps of this session whose norm was not finite.
     skipped: u64,
     tokens: u64,
     samples: u64,
+}
+
+/// A sum and of how many.
+#[derive(Default)]
+struct Mean {
+    sum: f64,
+    count: u64,
 }
 
 /// See [`Run::agree`].
@@ -237,8 +249,10 @@ impl Run<'_> {
         println!("{}", metrics::booster_init_cuda(ledger.total(Tier::Device)));
         println!("{}", metrics::booster_init_cpu(report::peak_host_bytes().unwrap_or(0)));
         let device = self.engine.manager().backend().device();
+        let after = (self.settings.output.resume != Resume::No).then_some(self.begun);
         self.log = Some(RunLog::begin(
             directory,
+            after,
             json!({
                 "castor": env!("CARGO_PKG_VERSION"),
                 "world": self.world.world,
@@ -247,6 +261,7 @@ impl Run<'_> {
                 "device": device.name,
                 "parameters": self.config.parameters(),
                 "steps": self.steps,
+                "tokenizer": self.tokenizer(),
                 "inexact": self.settings.optimizer.clip.inexact(),
             }),
         )?);
@@ -258,6 +273,16 @@ impl Run<'_> {
         let shown = progress::Budgets { device: budgets.device, host: budgets.host, nvme: budgets.nvme };
         self.progress = Progress::start(self.steps, self.begun, logging, shown);
         Ok(())
+    }
+
+    /// What `castor sample` finds the tokenizer by: `bytes`, or its whole path. Of token files one that was not named is
+    /// not known.
+    fn tokenizer(&self) -> Option<String> {
+        let name = &self.settings.tokenizer;
+        if name == "bytes" {
+            return self.rows.is_of_text().then(|| name.clone());
+        }
+        Some(std::fs::canonicalize(name).ok()?.display().to_string())
     }
 
     /// All steps, or those until a signal ended them early: that signal.
@@ -302,7 +327,7 @@ impl Run<'_> {
             };
             let closing = open.replace(record);
             self.close(closing, result)?;
-            if step + 1 == self.begun + self.settings.memory.warmup_steps {
+            if step + 1 == self.begun.saturating_add(self.settings.memory.warmup_steps) {
                 self.engine.manager().end_warm_up();
             }
             if self.saver.is_due(step + 1, self.steps) {
@@ -382,12 +407,18 @@ impl Run<'_> {
         record.learning_rate = result.lr;
         record.skipped = result.outcome != Outcome::Updated;
         self.records += 1;
-        self.skipped += u64::from(record.skipped);
         if result.loss.is_finite() {
-            self.losses += result.loss;
+            self.losses.sum += result.loss;
+            self.losses.count += 1;
         }
         if result.outcome == Outcome::NothingCounts && self.speaks {
             self.progress.say(&format!("step {}: no token counts on any rank, nothing was updated", record.step));
+        }
+        if result.outcome == Outcome::NotFinite {
+            self.skipped += 1;
+            if self.skipped == 1 && self.speaks {
+                self.progress.say(&not_finite(record.step, &result, self.settings.optimizer.clip));
+            }
         }
         if let Some(log) = &mut self.log {
             log.step(&record)?;
@@ -423,7 +454,7 @@ impl Run<'_> {
         let trained = TrainMetrics {
             epoch: (self.begun + steps) as f64 / self.sampler.steps_per_epoch() as f64,
             total_flos: 6.0 * self.tokens as f64 * non_embedding as f64,
-            train_loss: (steps > 0).then(|| self.losses / steps as f64),
+            train_loss: (self.losses.count > 0).then(|| self.losses.sum / self.losses.count as f64),
             train_runtime: seconds,
             train_samples: self.samples,
             train_steps: steps,
@@ -459,4 +490,21 @@ impl Run<'_> {
         println!("The report: {}", directory.join(PAGE).display());
         Ok(())
     }
+}
+
+/// What is said of the first step without an update.
+fn not_finite(step: u64, result: &StepResult, clip: Clip) -> String {
+    let scale = match result.loss_scale {
+        1.0 => String::new(),
+        scale => format!(" at the loss scale {scale:e}"),
+    };
+    let kept = match clip {
+        Clip::Exact => "the update is skipped and the weights stay as they are",
+        Clip::Lagged => "groups of such gradients are not updated",
+    };
+    format!(
+        "step {step}: loss {:.4}, gradient norm {:.4}{scale}: the norm is not finite, so {kept}; such steps are counted \
+         from here on, and a run that makes only such ends with an error",
+        result.loss, result.grad_norm
+    )
 }

@@ -412,7 +412,7 @@ fn a_plan_says_how_long_a_drive_lasts() {
     assert!(one > 0.0 && (ten / one - 10.0).abs() < 0.05 * 10.0, "{one} and {ten} days");
     let line = disk("--host_memory 300KiB --nvme .").unwrap();
     assert!(line.contains("TB a day; --nvme_endurance"), "{line}");
-    folder.refuses(&format!("{plan} --nvme_endurance -1"), 2, &["--nvme_endurance is -1", "TB above 0"]);
+    folder.refuses(&format!("{plan} --nvme . --nvme_endurance -1"), 2, &["--nvme_endurance is -1", "TB above 0"]);
 }
 
 /// The snapshot of saves beside the run is in the plan, or the plan says why there is none; it never displaces what

@@ -54,9 +54,11 @@ fn said(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// Every step's loss and norm in bits.
+/// Every step's loss and norm in bits. However often the run was resumed, each step is in the file once.
 fn losses(run: &Path) -> Vec<[u64; 2]> {
     let log = RunLog::read(run).unwrap().unwrap();
+    let lines = fs::read_to_string(run.join("train_log.jsonl")).unwrap();
+    assert_eq!(lines.matches("\"kind\":\"step\"").count(), log.steps.len(), "{lines}");
     let steps = log.steps.iter().enumerate();
     steps
         .map(|(index, record)| {

@@ -34,10 +34,16 @@ fn what_was_learnt_comes_out() {
     assert_eq!(hot("1"), hot("1"));
     assert_ne!(hot("1"), hot("2"));
 
+    let recorded = "sample out/checkpoint-60 --add_bos no --max_new_tokens 9 --backend cpu --prompt";
+    assert_eq!(accepts(folder, recorded, Some("opqrs")), "opqrstuvwxyzab\n");
     std::fs::remove_dir_all(folder.join("out/checkpoint-60")).unwrap();
     assert_eq!(sample("out", ""), "opqrstuvwxyzab\n", "a run without checkpoints has its model");
 
-    assert!(refuses(folder, "sample out/model --prompt a --backend cpu").contains("--tokenizer bytes"));
+    // The run's log says which tokenizer it had; weights that lie elsewhere say nothing.
+    let alone = "sample out/model --add_bos no --max_new_tokens 9 --backend cpu --prompt";
+    assert_eq!(accepts(folder, alone, Some("opqrs")), "opqrstuvwxyzab\n");
+    std::fs::rename(folder.join("out/model"), folder.join("model")).unwrap();
+    assert!(refuses(folder, "sample model --prompt a --backend cpu").contains("--tokenizer bytes"));
     assert!(refuses(folder, "sample nowhere --prompt a").contains("nowhere: is not there"));
     assert!(refuses(folder, "sample out --prompt a --top_k 1.5").contains("--top_k is 1.5"));
     assert!(refuses(folder, "sample out --prompt a --temperature -1").contains("--temperature is -1"));

@@ -48,6 +48,27 @@ pub(super) fn steps(run_dir: &Path) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
+/// Why `path` is no model to start from although it holds one: it is a checkpoint, or the folder of a run.
+pub fn not_a_model(path: &Path) -> Option<String> {
+    let shown = path.display();
+    if path.join(super::manifest::FILE).is_file() && path.join(super::rank_file::name(0)).is_file() {
+        return Some(format!(
+            "{shown} is a checkpoint of Castor: --resume {shown} goes on from it, and `castor export {shown} DIR` writes its \
+             weights as a folder for --model"
+        ));
+    }
+    let saved = steps(path).unwrap_or_default().last().map(|step| of_step(path, *step));
+    if path.join(super::manifest::CONFIG).is_file() || saved.is_none() && !of_model(path).is_dir() {
+        return None;
+    }
+    Some(match of_model(path) {
+        model if model.is_dir() => format!("{shown} is the folder of a run; its final model is {}", model.display()),
+        _ => format!(
+            "{shown} is the folder of a run; `castor export {shown} DIR` writes the weights of its latest checkpoint"
+        ),
+    })
+}
+
 /// Removes what crashes left behind.
 ///
 /// # Errors

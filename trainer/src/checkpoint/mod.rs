@@ -32,6 +32,7 @@ mod snapshot;
 
 pub use export::{export, stored};
 pub use facts::{Data, Facts};
+pub use folder::not_a_model;
 pub use model::save_model;
 pub(crate) use rank_file::bytes as rank_bytes;
 pub use restore::{Checkpoint, find};

@@ -74,14 +74,19 @@ impl Saver {
         Ok(saved)
     }
 
-    /// Saves the run as it is, unless it just did; first waits for the save in flight. All ranks must call it, after
-    /// [`Engine::finish`].
+    /// Saves the run as it is, unless it just did or the last step casts doubt on the weights
+    /// ([`LossScale::doubtful`](crate::loss_scale::LossScale::doubtful)): no good checkpoint shall make room for them.
+    /// First waits for the save in flight. All ranks must call it, after [`Engine::finish`].
     ///
     /// # Errors
     /// As [`save`].
     pub fn save(&mut self, engine: &mut Engine) -> Result<Saved> {
         let mut saved = self.settle(engine)?;
         let step = engine.progress().step;
+        if engine.progress().loss_scale.doubtful() > 0 {
+            saved.notices.push(format!("nothing is saved after step {step}: its loss or gradient norm is not finite"));
+            return Ok(saved);
+        }
         if [self.begun, self.saved].contains(&Some(step)) {
             return Ok(saved);
         }
@@ -136,6 +141,16 @@ impl Saver {
         match self.in_flight.take() {
             Some(save) => save.rescue(world),
             None => Vec::new(),
+        }
+    }
+
+    /// Where a run that failed can go on from, as is said to the user.
+    pub fn way_back(&self) -> String {
+        match self.saved.or(self.begun).map(|step| folder::of_step(&self.run_dir, step)) {
+            Some(folder) if folder.exists() => {
+                format!("the last checkpoint is {}, and --resume latest goes on from it", folder.display())
+            }
+            _ => "no checkpoint was saved to go on from (--save_steps)".into(),
         }
     }
 
@@ -211,7 +226,8 @@ fn snapshot_of(engine: &mut Engine) -> Result<Option<Snapshot>> {
 pub fn prepare(settings: &Settings, layout: &Layout) -> Result<()> {
     let (output, run_dir) = (&settings.output, &settings.output.dir);
     let checkpoint = if output.save == Every::Never { 0 } else { rank_file::bytes(layout) * layout.shards };
-    let bytes = checkpoint + if output.save_model { model::bytes(layout) } else { 0 };
+    let model = if output.save_model { model::bytes(layout) } else { 0 };
+    let bytes = checkpoint + model;
     let refuse = |reason: String| Error::Usage(format!("--output_dir {}: {reason}", run_dir.display()));
     let same = || Some(settings.model.as_ref()?.canonicalize().ok()? == folder::of_model(run_dir).canonicalize().ok()?);
     if output.save_model && same() == Some(true) {
@@ -225,12 +241,53 @@ pub fn prepare(settings: &Settings, layout: &Layout) -> Result<()> {
     folder::clean(run_dir)?;
     let available = limits::disk_available_bytes(run_dir).map_err(|error| failed(run_dir, "statvfs", &error))?;
     if available < bytes {
+        let (what, less) = match (checkpoint > 0, model > 0) {
+            (true, true) => ("a checkpoint and the final model take", ", --save_steps 0 or --no_save_model"),
+            (true, false) => ("a checkpoint takes", " or --save_steps 0"),
+            _ => ("the final model takes", " or --no_save_model"),
+        };
         return Err(refuse(format!(
-            "a checkpoint and the final model take {} ({bytes} bytes) and {} ({available} bytes) are free; give a \
-             folder on a larger disk, --save_steps 0 or --no_save_model",
+            "{what} {} ({bytes} bytes) and {} ({available} bytes) are free; give a folder on a larger disk{less}",
             Bytes(bytes),
             Bytes(available)
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blueprint::formats;
+    use crate::config::ModelConfig;
+    use crate::model::{Shape, groups};
+    use crate::settings::raw::{Origin, Raw};
+    use castor_kernels::DType;
+    use castor_runtime::layout::Sharding;
+
+    /// A disk without room is refused with the ways out that are left.
+    #[test]
+    fn what_no_disk_holds() {
+        let huge = serde_json::json!({"vocab_size": 1 << 24, "hidden_size": 1 << 18, "intermediate_size": 1 << 18,
+            "num_hidden_layers": 512, "num_attention_heads": 2048});
+        let (config, _) = ModelConfig::from_value(&huge, Path::new("huge.json")).unwrap();
+        let whole = Sharding { parameters: false, gradients: false, optimizer: false };
+        let formats = formats(DType::F32, DType::F32, DType::F32);
+        let layout = Layout::new(groups::specs(&Shape::from(&config)), formats, whole, 1);
+        let folder = tempfile::tempdir().unwrap();
+        for (save_steps, save_model, takes, way_out) in [
+            ("1", "true", "a checkpoint and the final model take", "larger disk, --save_steps 0 or --no_save_model"),
+            ("1", "false", "a checkpoint takes", "larger disk or --save_steps 0"),
+            ("0", "true", "the final model takes", "larger disk or --no_save_model"),
+        ] {
+            let mut raw = Raw::default();
+            let output = folder.path().display().to_string();
+            for (key, value) in [("output_dir", &*output), ("save_steps", save_steps), ("save_model", save_model)] {
+                raw.set(key, vec![value.into()], Origin::Flag).unwrap();
+            }
+            let settings = Settings::resolve(&raw, Vec::new()).unwrap();
+            let said = prepare(&settings, &layout).unwrap_err().to_string();
+            assert!(said.contains(takes) && said.ends_with(way_out), "{said}");
+        }
+    }
 }

@@ -15,6 +15,17 @@ pub(super) type Outcome<T> = std::result::Result<T, String>;
 /// No count in a model's shape comes near this; larger values are typing errors that would overflow sizes.
 const COUNT_MAX: u64 = 1 << 31;
 
+/// What a shape may have at most, several times what any published model has: beyond lie typing errors, which would
+/// take the planner's time and memory before any budget refused them.
+const SIZES: [(&str, u64); 6] = [
+    ("num_hidden_layers", 1 << 10),
+    ("hidden_size", 1 << 18),
+    ("intermediate_size", 1 << 20),
+    ("num_attention_heads", 1 << 12),
+    ("head_dim", 1 << 14),
+    ("vocab_size", 1 << 24),
+];
+
 /// Fields that are read, checked, or known to be without effect here.
 const KNOWN: &[&str] = &[
     "_name_or_path",
@@ -235,9 +246,16 @@ impl<'a> Fields<'a> {
             }
             Some(value) => value,
         };
+        let size = SIZES.iter().find(|(name, _)| *name == key).map(|(_, most)| *most);
+        let most = size.unwrap_or(COUNT_MAX);
         match value.as_u64() {
-            Some(count @ 1..=COUNT_MAX) => Ok(count),
-            _ => Err(format!("{}{key} is {value}; a whole number from 1 to {COUNT_MAX} was expected", self.inside)),
+            Some(count) if (1..=most).contains(&count) => Ok(count),
+            Some(count) if count > most && size.is_some() => Err(format!(
+                "{}{key} is {value}; a whole number from 1 to {most} was expected, several times what published models \
+                 have: correct the file",
+                self.inside
+            )),
+            _ => Err(format!("{}{key} is {value}; a whole number from 1 to {most} was expected", self.inside)),
         }
     }
 

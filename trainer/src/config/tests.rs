@@ -126,8 +126,8 @@ fn fields_that_no_shared_case_holds() {
     }
     let missing = read(r#"{"model_type":"llama"}"#).unwrap_err();
     assert!(missing.contains("hidden_size is missing"), "{missing}");
-    let huge = read(&format!("{{{}}}", TINY.replace(":97", ":2000000000").replace(":48", ":2000000000")));
-    assert!(huge.unwrap_err().contains("beyond any machine"));
+    let huge = TINY.replace(":48", ":262144").replace(":64", ":1048576").replace("layers\":1", "layers\":1024");
+    assert!(read(&format!("{{{huge}}}")).unwrap_err().contains("beyond any machine"));
 
     assert_eq!(tiny(r#""rope_theta":500000"#).unwrap().0.rope_theta, 500_000.0);
     assert_eq!(tiny(r#""rope_scaling":{}"#).unwrap().0.rope_scaling, RopeScaling::Default);
@@ -395,4 +395,31 @@ fn what_is_written_is_read_back() {
     let (again, notices) = read(&config.to_json("bfloat16").to_string()).unwrap();
     assert_eq!(again, config);
     assert!(notices.is_empty(), "{notices:?}");
+}
+
+/// Sizes beyond any model are typing errors; those of the largest published ones are taken.
+#[test]
+fn sizes_beyond_any_model() {
+    let sized = |field: &str, value: u64| {
+        let mut shape: serde_json::Value = serde_json::from_str(&format!("{{{TINY}}}")).unwrap();
+        shape[field] = value.into();
+        read(&shape.to_string())
+    };
+    for (field, most) in [
+        ("num_hidden_layers", 1024),
+        ("hidden_size", 262_144),
+        ("intermediate_size", 1_048_576),
+        ("num_attention_heads", 4096),
+        ("head_dim", 16_384),
+        ("vocab_size", 16_777_216),
+    ] {
+        for value in [most + 1, 100_000_000] {
+            let error = sized(field, value).unwrap_err();
+            let says = format!("{field} is {value}; a whole number from 1 to {most} was expected");
+            assert!(error.contains(&says) && error.contains("correct the file"), "{error}");
+        }
+    }
+    for (field, value) in [("num_hidden_layers", 1000), ("hidden_size", 65_536), ("vocab_size", 1_048_576)] {
+        sized(field, value).unwrap();
+    }
 }

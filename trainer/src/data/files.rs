@@ -35,6 +35,11 @@ pub(super) fn expand(spec: &DataSpec, notices: &mut Vec<String>) -> Result<Vec<P
             folder(path, flag, notices)?
         } else if input.contains(['*', '?']) {
             glob(input, flag)?
+        } else if path.exists() {
+            return Err(Error::Usage(format!(
+                "{flag} {input}: it is neither a regular file nor a folder; write the data into a file, which can be read \
+                 as often as there are ranks"
+            )));
         } else {
             return Err(Error::Usage(format!("{flag} {input}: there is no such file or folder")));
         };
@@ -180,5 +185,7 @@ mod tests {
             assert!(expand(&spec, &mut notices).unwrap_err().to_string().contains(&missing));
         }
         assert!(expand(&DataSpec::new(vec![]), &mut notices).is_err());
+        let device = expand(&DataSpec::new(vec!["/dev/null".into()]), &mut notices).unwrap_err().to_string();
+        assert!(device.contains("/dev/null: it is neither a regular file nor a folder"), "{device}");
     }
 }

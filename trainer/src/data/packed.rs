@@ -69,6 +69,11 @@ impl PackedRows {
         Ok(rows)
     }
 
+    /// Whether this process made the tokens, from text, so that its tokenizer is theirs.
+    pub const fn is_of_text(&self) -> bool {
+        matches!(self.ids, Ids::Memory(..))
+    }
+
     /// One line for the log: rows, length and what is left over.
     pub fn summary(&self) -> String {
         format!(

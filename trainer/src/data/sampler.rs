@@ -54,10 +54,10 @@ impl Sampler {
         self.rows.div_ceil(self.rows_per_step())
     }
 
-    /// Optimizer steps of `epochs` epochs: whole ones in full, a part rounded up.
+    /// Optimizer steps of `epochs` epochs: whole ones in full, a part rounded up, at least one.
     pub fn steps(&self, epochs: f64) -> u64 {
         // The subtraction keeps 0.1 · 10 from becoming 2 steps by rounding alone.
-        (epochs * self.steps_per_epoch() as f64 - 1e-9).ceil() as u64
+        (epochs * self.steps_per_epoch() as f64 - 1e-9).ceil().max(1.0) as u64
     }
 
     /// Epoch, and step within it, of a global step.
@@ -190,6 +190,7 @@ mod tests {
         assert_eq!(sampler.step(5), vec![vec![Some(8), Some(9)]]);
         assert_eq!(Sampler::new(10, Order::Sequential, 0, 1, 2, 8).steps_per_epoch(), 1);
         assert_eq!(Sampler::new(10, Order::Sequential, 0, 1, 1, 1).steps(0.1), 1);
+        assert_eq!(Sampler::new(10, Order::Sequential, 0, 1, 1, 1).steps(1e-300), 1);
         assert_eq!(held_out(100, 0.05), (0..95, 95..100));
         assert_eq!(held_out(3, 0.01), (0..2, 2..3));
         assert_eq!(held_out(1, 0.5), (0..1, 1..1));

@@ -30,7 +30,7 @@ use options::{Options, Request};
 use output::{log_file, say};
 use remote::{Preflight, Ssh};
 use signals::Events;
-pub(crate) use signals::is_ignored;
+pub(crate) use signals::ending as ending_signals;
 
 use crate::error::{Error, Result};
 

@@ -54,9 +54,7 @@ pub(super) struct Events {
 impl Events {
     /// Catches signals and, if `supervised`, listens on standard input.
     pub(super) fn listen(supervised: bool) -> Result<Events> {
-        // `nohup` starts its program with HUP ignored: it must stay so.
-        let wanted = [SIGTERM, SIGINT, SIGHUP, SIGUSR1].into_iter().filter(|signal| !is_ignored(*signal));
-        let mut signals = Signals::new(wanted.chain([SIGCHLD]))
+        let mut signals = Signals::new(ending().chain([SIGCHLD]))
             .map_err(|error| Error::Failed(format!("signals cannot be caught: {error}")))?;
         let handle = signals.handle();
         let (sender, receiver) = channel();
@@ -102,8 +100,14 @@ fn listen_to_supervisor(sender: Sender<Event>) {
     });
 }
 
+/// The signals that ask a run to end, for the launcher and for ranks alike. What this process was started with ignored
+/// stays so: HUP under `nohup`, INT behind a script's `&`. TERM is always heard.
+pub(crate) fn ending() -> impl Iterator<Item = i32> {
+    [SIGTERM, SIGINT, SIGHUP, SIGUSR1].into_iter().filter(|signal| *signal == SIGTERM || !is_ignored(*signal))
+}
+
 /// Whether this process was started with a signal ignored.
-pub(crate) fn is_ignored(signal: i32) -> bool {
+fn is_ignored(signal: i32) -> bool {
     let mask = std::fs::read_to_string("/proc/self/status").ok().and_then(|status| {
         let line = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
         u64::from_str_radix(line.trim(), 16).ok()

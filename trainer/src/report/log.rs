@@ -63,18 +63,18 @@ pub struct RunLog {
 }
 
 impl RunLog {
-    /// Opens the log of a session, behind those of earlier sessions, and writes its header.
+    /// Opens the log of a session, behind those of earlier sessions, and writes its header. A session that goes on
+    /// `after` a step takes out first what is of later steps and will be again: each step is in the log once.
     ///
     /// # Errors
     /// [`Error::Failed`] with path and reason.
-    pub fn begin(run_dir: &Path, header: Value) -> Result<RunLog> {
+    pub fn begin(run_dir: &Path, after: Option<u64>, header: Value) -> Result<RunLog> {
         let path = run_dir.join(FILE);
-        let open = || {
-            std::fs::create_dir_all(run_dir)?;
-            OpenOptions::new().create(true).append(true).open(&path)
-        };
-        let file = open()
-            .map_err(|error| Error::Failed(format!("{} cannot be opened for writing: {error}", path.display())))?;
+        let failed =
+            |error: std::io::Error| Error::Failed(format!("{} cannot be opened for writing: {error}", path.display()));
+        std::fs::create_dir_all(run_dir).map_err(failed)?;
+        take_out_later(&path, after)?;
+        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(failed)?;
         let mut log = RunLog { file, path };
         log.line(&Line::Header { run: header })?;
         Ok(log)
@@ -112,6 +112,16 @@ impl RunLog {
         self.line(&Line::Footer { results })
     }
 
+    /// The tokenizer that the last session in a folder had, `bytes` or a path, where its header says so.
+    pub fn tokenizer(run_dir: &Path) -> Option<String> {
+        let text = std::fs::read_to_string(run_dir.join(FILE)).ok()?;
+        let header = text.lines().rev().find_map(|line| match serde_json::from_str(line) {
+            Ok(Line::Header { run }) => Some(run),
+            _ => None,
+        })?;
+        header["tokenizer"].as_str().map(str::to_owned)
+    }
+
     fn line(&mut self, line: &Line) -> Result<()> {
         let failed =
             |reason: String| Error::Failed(format!("{}: a line cannot be written: {reason}", self.path.display()));
@@ -140,7 +150,7 @@ impl RunLog {
         let lines: Vec<&str> = text.lines().collect();
         for (index, line) in lines.iter().enumerate() {
             match serde_json::from_str(line) {
-                Ok(Line::Header { run: header }) => run.header = header,
+                Ok(Line::Header { run: header }) => (run.header, run.footer) = (header, None),
                 Ok(Line::Footer { results }) => run.footer = Some(results),
                 Ok(Line::Step(record)) => {
                     // A resumed session repeats steps from its checkpoint on: those after it never happened.
@@ -162,6 +172,43 @@ impl RunLog {
         run.evaluations = evaluations.into_values().collect();
         Ok(Some(run))
     }
+}
+
+/// Takes out of the log at `path` what is of steps `after` that one, and a last line that a crash cut off. The file is
+/// exchanged for the new one in a single step; what a crash in the middle left of that is removed or written again.
+fn take_out_later(path: &Path, after: Option<u64>) -> Result<()> {
+    let unfinished = path.with_extension("jsonl.tmp");
+    let failed = |at: &Path, error: std::io::Error| Error::Failed(format!("{}: {error}", at.display()));
+    match std::fs::remove_file(&unfinished) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(failed(&unfinished, error)),
+        _ => {}
+    }
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(failed(path, error)),
+    };
+    let stays = |line: &&str| {
+        let step = match serde_json::from_str(line) {
+            Ok(Line::Step(record)) => record.step,
+            Ok(Line::Evaluation(record)) => record.step,
+            Ok(Line::Save(record)) => record.step,
+            // What is broken is for the reader to name.
+            Ok(Line::Header { .. } | Line::Footer { .. }) | Err(_) => 0,
+        };
+        line.ends_with('\n') && after.is_none_or(|after| step <= after)
+    };
+    let kept: String = text.split_inclusive('\n').filter(stays).collect();
+    if kept == text {
+        return Ok(());
+    }
+    let write = || {
+        let mut file = File::create(&unfinished)?;
+        file.write_all(kept.as_bytes())?;
+        file.sync_all()?;
+        std::fs::rename(&unfinished, path)
+    };
+    write().map_err(|error| failed(&unfinished, error))
 }
 
 /// A log that was read.
@@ -239,13 +286,13 @@ mod tests {
     fn what_was_written_is_read_and_a_resumed_step_counts_once() {
         let folder = tempfile::tempdir().unwrap();
         let run_dir = folder.path().join("run");
-        let mut log = RunLog::begin(&run_dir, json!({"session": 1})).unwrap();
+        let mut log = RunLog::begin(&run_dir, None, json!({"session": 1})).unwrap();
         for step in 1..=5 {
             log.step(&record(step, step as f64)).unwrap();
             log.evaluation(&EvaluationRecord { step, loss: f64::NAN, tokens: 0 }).unwrap();
         }
         drop(log);
-        let mut log = RunLog::begin(&run_dir, json!({"session": 2})).unwrap();
+        let mut log = RunLog::begin(&run_dir, None, json!({"session": 2})).unwrap();
         for step in 3..=4 {
             log.step(&record(step, 30.0)).unwrap();
         }
@@ -268,10 +315,44 @@ mod tests {
         assert_eq!(run.saving(), Some((2, 4.0, 0.5)));
     }
 
+    /// What a resumed session does again is in the log once, whatever a crash did to the last line.
+    #[test]
+    fn a_resumed_session_takes_out_what_it_does_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = RunLog::begin(folder.path(), None, json!({"session": 1})).unwrap();
+        for step in 1..=5 {
+            log.step(&record(step, step as f64)).unwrap();
+            log.evaluation(&EvaluationRecord { step, loss: 1.0, tokens: 1 }).unwrap();
+            log.save(&SaveRecord { step, bytes: 1, seconds: 1.0, held_seconds: 1.0 }).unwrap();
+        }
+        log.end(json!({"train_loss": 3.0})).unwrap();
+        let path = folder.path().join(FILE);
+        let whole = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, format!("{whole}{{\"kind\":\"st")).unwrap();
+        let unfinished = folder.path().join("train_log.jsonl.tmp");
+        std::fs::write(&unfinished, "of a crash inside of this").unwrap();
+        let mut log = RunLog::begin(folder.path(), Some(2), json!({"session": 2})).unwrap();
+        log.step(&record(3, 30.0)).unwrap();
+        drop(log);
+        assert!(!unfinished.exists());
+        let text = std::fs::read_to_string(&path).unwrap();
+        let first: Vec<&str> = whole
+            .lines()
+            .filter(|line| !["3", "4", "5"].iter().any(|step| line.contains(&format!("\"step\":{step},"))))
+            .collect();
+        assert!(text.starts_with(&first.join("\n")), "the rest is as it was: {text}");
+        let count = |what: &str| text.matches(what).count();
+        assert_eq!((count("\"kind\":\"step\""), count("\"evaluation\""), count("\"save\"")), (3, 2, 2), "{text}");
+        assert_eq!((count("\"header\""), count("\"footer\"")), (2, 1), "{text}");
+        let run = RunLog::read(folder.path()).unwrap().unwrap();
+        assert_eq!(run.steps.iter().map(|step| step.loss).collect::<Vec<_>>(), [1.0, 2.0, 30.0]);
+        assert_eq!(run.footer, None, "the last session has not ended");
+    }
+
     #[test]
     fn a_cut_last_line_is_left_out_and_a_broken_middle_one_is_named() {
         let folder = tempfile::tempdir().unwrap();
-        let mut log = RunLog::begin(folder.path(), Value::Null).unwrap();
+        let mut log = RunLog::begin(folder.path(), None, Value::Null).unwrap();
         log.step(&record(1, 1.0)).unwrap();
         drop(log);
         let path = folder.path().join(FILE);

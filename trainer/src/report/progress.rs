@@ -34,7 +34,7 @@ pub struct StepRecord {
     pub counted_tokens: u64,
     /// Wall time of the step.
     pub seconds: f64,
-    /// Whether the update was left out because the norm was not finite.
+    /// Whether the update was left out: the norm was not finite, or no token counted.
     pub skipped: bool,
     /// Most bytes used in device memory during the step.
     pub device_bytes: u64,
@@ -187,7 +187,8 @@ impl Progress {
             format!("lr {:.2e}", record.learning_rate),
         ];
         if record.skipped {
-            parts.push("update skipped: the norm is not finite".into());
+            let why = if record.counted_tokens == 0 { "no token counts" } else { "the norm is not finite" };
+            parts.push(format!("update skipped: {why}"));
         }
         if let Some(rate) = self.rate.tokens_per_second() {
             parts.push(format!("{rate:.0} tokens/s"));

@@ -15,6 +15,9 @@ use super::raw::{Origin, Raw};
 use crate::error::{Error, Result, counted};
 use keys::Section;
 
+/// The learning rate of an optimizer whose section does not say it.
+const DEFAULT_LR: &str = "0.001";
+
 /// Errors are clauses until the file's name is put before them.
 type Outcome<T> = std::result::Result<T, String>;
 
@@ -59,9 +62,12 @@ impl Translation<'_> {
         let top = Section::top(map, &mut self.unneeded)?;
         self.batch(&top)?;
         if let Some(clip) = top.value("gradient_clipping")? {
-            // DeepSpeed takes a number in quotes here, and reads any below 0 as none.
+            // DeepSpeed takes a number in quotes here, and clips where it is above 0.
             let number = clip.as_f64().or_else(|| clip.as_str()?.parse().ok()).filter(|x: &f64| x.is_finite());
             let number = number.ok_or_else(|| top.wrong("gradient_clipping", clip, "a number"))?;
+            if number < 0.0 {
+                self.notices.push(format!("gradient_clipping {number} clips nothing, as with DeepSpeed; 0 says so"));
+            }
             self.set("grad_clip", number.max(0.0), "gradient_clipping")?;
         }
         self.precision(&top)?;
@@ -191,15 +197,15 @@ impl Translation<'_> {
 
     fn optimizer(&mut self, top: &Section) -> Outcome<()> {
         let Some(section) = top.section("optimizer", keys::TYPED, &mut self.unneeded)? else { return Ok(()) };
-        match section.word("type")? {
-            Some(name) if ["adam", "adamw"].contains(&name.to_ascii_lowercase().as_str()) => {
-                self.set("optimizer", "adamw", "optimizer.type")?;
-            }
-            Some(name) => return Err(format!("optimizer.type is \"{name}\"; \"AdamW\" is what is offered")),
-            None => return Err("optimizer.type is missing; \"AdamW\" is what is offered".into()),
+        let name = section.word("type")?.ok_or("optimizer.type is missing; \"AdamW\" is what is offered")?;
+        let adam = name.eq_ignore_ascii_case("adam");
+        if !adam && !name.eq_ignore_ascii_case("adamw") {
+            return Err(format!("optimizer.type is \"{name}\"; \"AdamW\" is what is offered"));
         }
-        let adam = section.word("type")?.is_some_and(|name| name.eq_ignore_ascii_case("adam"));
-        let Some(params) = section.section("params", keys::ADAM, &mut self.unneeded)? else { return Ok(()) };
+        self.set("optimizer", "adamw", "optimizer.type")?;
+        let Some(params) = section.section("params", keys::ADAM, &mut self.unneeded)? else {
+            return self.set_default("lr", DEFAULT_LR, "optimizer.params.lr");
+        };
         // AdamW decays its weights apart from the gradient whatever the switch says; Adam only with it.
         if adam && params.switch("adam_w_mode")? == Some(false) {
             return Err("optimizer.params.adam_w_mode is false, which adds the decay to the gradient; AdamW, its \
@@ -214,7 +220,7 @@ impl Translation<'_> {
         if let Some(lr) = params.number("lr", "a number above 0", |x| x > 0.0)? {
             self.set("lr", lr, "optimizer.params.lr")?;
         } else if !params.has("lr") {
-            self.set_default("lr", "0.001", "optimizer.params.lr")?;
+            self.set_default("lr", DEFAULT_LR, "optimizer.params.lr")?;
         }
         if let Some(eps) = params.number("eps", "a number above 0", |x| x > 0.0)? {
             self.set("eps", eps, "optimizer.params.eps")?;

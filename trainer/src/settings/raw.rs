@@ -47,10 +47,10 @@ pub(crate) struct Raw {
 }
 
 impl Raw {
-    /// Sets `key` from the command line.
+    /// Sets `key` from the command line or a training TOML.
     ///
     /// # Errors
-    /// If the same key was set to something else by another name.
+    /// If the same key was set to something else there by another name.
     pub fn set(&mut self, key: &'static str, values: Vec<String>, origin: Origin) -> Result<()> {
         if let Some((old, old_origin)) = self.given.get(key)
             && *old_origin == origin
@@ -212,7 +212,8 @@ impl Raw {
 
     /// Whether `key` has its default's value, given or not.
     pub fn is_default(&self, key: &str) -> bool {
-        self.values(key) == Raw::default().values(key)
+        let same = |raw: &Raw| raw.values(key).iter().map(|value| table::canonical(key, value)).collect::<Vec<_>>();
+        same(self) == same(&Raw::default())
     }
 
     /// Every setting with its origin, one a line, in the table's order: a training TOML that repeats the run.

@@ -8,7 +8,7 @@ use super::values::{boolean, size};
 use super::{
     AsyncSave, BackendKind, BackendSettings, Budget, EmulatedLinks, Every, LossScale, LrConvention, MemorySettings,
     OptimizerKind, OptimizerSettings, OutputSettings, Precision, PrecisionSettings, Recompute, Resume, ScheduleKind,
-    ScheduleSettings, Settings, ShardSize, StateFormat, Warmup,
+    ScheduleSettings, Settings, ShardSize, StateFormat, Warmup, unused,
 };
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
@@ -36,10 +36,10 @@ impl Settings {
             ));
         }
         notices.extend(optimizer.clip.inexact().map(|why| format!("inexact by choice: {why}")));
-        let settings = Settings {
+        let mut settings = Settings {
             model_config: path(raw, "model_config"),
             model: path(raw, "model"),
-            tokenizer: tokenizer(raw),
+            tokenizer: raw.values("tokenizer").concat(),
             data: data(raw)?,
             max_length: max_length(raw)?,
             seed: count(raw, "seed", 0)?,
@@ -50,7 +50,7 @@ impl Settings {
             batch_size: rows(raw, "batch_size")?,
             gradient_accumulation_steps: rows(raw, "gradient_accumulation_steps")?,
             max_steps: max_steps(raw)?,
-            num_epochs: number(raw, "num_epochs", "a number above 0", |x| x > 0.0 && x < 1e9)?,
+            num_epochs: number(raw, "num_epochs", "a number above 0 and below 1000000000", |x| x > 0.0 && x < 1e9)?,
             optimizer,
             schedule: schedule(raw)?,
             precision,
@@ -71,14 +71,10 @@ impl Settings {
                  {TOKENS_MAX} are laid out"
             )));
         }
+        let unused = unused::notices(raw, &settings);
+        settings.notices.extend(unused);
         Ok(settings)
     }
-}
-
-/// A model folder brings its tokenizer, unless another is named.
-fn tokenizer(raw: &Raw) -> String {
-    let named = raw.values("tokenizer").pop();
-    named.or_else(|| raw.values("model").pop()).unwrap_or_else(|| "bytes".into())
 }
 
 fn data(raw: &Raw) -> Result<DataSpec> {
@@ -123,15 +119,15 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
     if let Some(beta2) = raw.optional("adam_beta2", "a number in [0, 1)", beta)? {
         betas.1 = beta2;
     }
-    let clip = number(raw, "grad_clip", "0 (off) or a number above it", |x| x >= 0.0)?;
+    let clip = single(raw, "grad_clip", "0 (off) or a number above it", |x| x >= 0.0)?;
     Ok(OptimizerSettings {
         kind,
-        weight_decay: number(raw, "weight_decay", "a number of at least 0", |x| x >= 0.0)? as f32,
+        weight_decay: single(raw, "weight_decay", "a number of at least 0", |x| x >= 0.0)?,
         betas,
-        eps: number(raw, "eps", "a number above 0", |x| x as f32 > 0.0)? as f32,
-        grad_clip: (clip > 0.0).then_some(clip as f32),
+        eps: single(raw, "eps", "a number above 0", |x| x > 0.0)?,
+        grad_clip: (clip > 0.0).then_some(clip),
         clip: raw.choice("clip", &[("exact", Clip::Exact), ("lagged", Clip::Lagged)])?,
-        sophia_rho: number(raw, "sophia_rho", "a number above 0", |x| x > 0.0)? as f32,
+        sophia_rho: single(raw, "sophia_rho", "a number above 0", |x| x > 0.0)?,
         hessian_interval: count(raw, "hessian_interval", 1)?,
     })
 }
@@ -160,7 +156,7 @@ fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
                 ("constant_with_warmup", ScheduleKind::Constant),
             ],
         )?,
-        lr: number(raw, "lr", "a number above 0", |x| x > 0.0)?,
+        lr: number(raw, "lr", "a number above 0 that fits 32 bits", |x| x > 0.0 && (x as f32).is_finite())?,
         warmup: match steps {
             steps if steps >= 1.0 => Warmup::Steps(steps as u64),
             steps if steps > 0.0 => Warmup::Ratio(steps),
@@ -172,15 +168,20 @@ fn schedule(raw: &Raw) -> Result<ScheduleSettings> {
 }
 
 fn precision(raw: &Raw) -> Result<PrecisionSettings> {
-    let positive = |key| number(raw, key, "a number above 0", |x| x > 0.0 && x.is_finite());
-    let fixed = number(raw, "loss_scale", "0 (dynamic) or a number above it", |x| x >= 0.0)?;
+    let positive = |key| single(raw, key, "a number above 0", |x| x > 0.0);
+    let fixed = single(raw, "loss_scale", "0 (dynamic) or a number above it", |x| x >= 0.0)?;
+    let updates = |key| {
+        raw.parse(key, &format!("a whole number from 1 to {}", u32::MAX), |text| {
+            text.parse::<u32>().ok().filter(|count| *count > 0)
+        })
+    };
     let loss_scale = LossScale {
-        fixed: (fixed > 0.0).then_some(fixed as f32),
-        initial: positive("initial_scale")? as f32,
-        min: positive("min_scale")? as f32,
-        max: positive("max_scale")? as f32,
-        growth_interval: count(raw, "growth_interval", 1)?,
-        hysteresis: count(raw, "hysteresis", 1)?,
+        fixed: (fixed > 0.0).then_some(fixed),
+        initial: positive("initial_scale")?,
+        min: positive("min_scale")?,
+        max: positive("max_scale")?,
+        growth_interval: updates("growth_interval")?,
+        hysteresis: updates("hysteresis")?,
     };
     if !(loss_scale.min..=loss_scale.max).contains(&loss_scale.initial) {
         return Err(raw.refuse(
@@ -233,8 +234,12 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
         );
     }
     let nvme = path(raw, "nvme");
-    if nvme.is_none() && !raw.is_default("nvme_capacity") {
-        return Err(raw.refuse("nvme_capacity", "it needs --nvme with the folder to use"));
+    if nvme.is_none() {
+        for key in ["nvme_capacity", "nvme_endurance", "emulated_nvme_read_gbps", "emulated_nvme_write_gbps"] {
+            if !raw.is_default(key) {
+                return Err(raw.refuse(key, "it needs --nvme with the folder to use"));
+            }
+        }
     }
     let shard_size = raw.parse("shard_size", "a number of ranks from 1, host or all", |text| match text {
         "all" => Some(ShardSize::All),
@@ -371,6 +376,12 @@ fn count(raw: &Raw, key: &str, min: u64) -> Result<u64> {
 
 fn number(raw: &Raw, key: &str, expected: &str, allowed: impl Fn(f64) -> bool) -> Result<f64> {
     raw.parse(key, expected, |text| text.parse().ok().filter(|x: &f64| x.is_finite() && allowed(*x)))
+}
+
+/// A number that stays one in 32 bits, and above 0 if it was.
+fn single(raw: &Raw, key: &str, expected: &str, allowed: impl Fn(f32) -> bool) -> Result<f32> {
+    let fits = |x: f64| (x as f32).is_finite() && (x == 0.0 || x as f32 != 0.0) && allowed(x as f32);
+    number(raw, key, &format!("{expected} that fits 32 bits"), fits).map(|x| x as f32)
 }
 
 fn ratio_of(text: &str) -> Option<f64> {

@@ -3,9 +3,12 @@
 use super::raw::{Origin, Raw};
 use crate::error::Result;
 
+/// Updates between two of anything in Hugging Face's trainer, where nobody says how many.
+const UNSAID: &str = "500";
+
 /// A strategy, the setting that it decides about, and what "steps" means where that one is not given.
 const STRATEGIES: &[(&str, &str, Option<&str>)] = &[
-    ("save_strategy", "save_steps", Some("500")),
+    ("save_strategy", "save_steps", Some(UNSAID)),
     ("eval_strategy", "eval_steps", None),
     // Castor shows every step unless told otherwise.
     ("logging_strategy", "logging_steps", Some("1")),
@@ -21,8 +24,12 @@ pub(super) fn read(raw: &mut Raw, notices: &mut Vec<String>) -> Result<()> {
         let value = match asked.as_str() {
             "" => continue,
             "steps" if raw.is_given(steps) => continue,
-            // Evaluations then follow the log.
-            "steps" => default.map_or_else(|| raw.values("logging_steps").concat(), str::to_string),
+            // Evaluations then follow the log, where somebody says how often that is.
+            "steps" => match default {
+                Some(default) => default.to_string(),
+                None if raw.is_given("logging_steps") => raw.values("logging_steps").concat(),
+                None => UNSAID.to_string(),
+            },
             "epoch" => "epoch".to_string(),
             "no" => "0".to_string(),
             _ => return Err(raw.refuse(strategy, "no, steps or epoch was expected")),
@@ -58,6 +65,7 @@ mod tests {
         assert_eq!(given(&[("save_strategy", "no"), ("save_steps", "100")], "save_steps"), ("0".into(), 1));
         assert_eq!(given(&[("save_strategy", "epoch")], "save_steps"), ("epoch".into(), 0));
         assert_eq!(given(&[("eval_strategy", "steps"), ("logging_steps", "7")], "eval_steps"), ("7".into(), 0));
+        assert_eq!(given(&[("eval_strategy", "steps")], "eval_steps"), ("500".into(), 0));
         assert_eq!(given(&[("logging_strategy", "steps")], "logging_steps"), ("1".into(), 0));
         assert_eq!(given(&[], "save_steps"), ("0".into(), 0));
         let mut raw = Raw::default();

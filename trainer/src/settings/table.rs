@@ -139,7 +139,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(OUTPUT, "logging_steps", None, &[], Value, "1", "Updates between log lines, or epoch"),
     flag(OUTPUT, "logging_strategy", None, &[], Value, "", "no, steps or epoch"),
     flag(OUTPUT, "eval_steps", None, &[], Value, "0", "Updates between evaluations, or epoch; 0: at the end only"),
-    flag(OUTPUT, "eval_strategy", None, &["evaluation_strategy"], Value, "", "no, steps or epoch"),
+    flag(OUTPUT, "eval_strategy", None, &["evaluation_strategy"], Value, "", "no, steps (as --logging_steps, else 500, unless --eval_steps says) or epoch"),
     flag(OUTPUT, "eval_data", None, &["validation_file"], List, "", "What to evaluate on: files, folders, globs"),
     flag(OUTPUT, "eval_fraction", None, &["validation_split"], Value, "0", "Share of rows held out, from the end, to evaluate on"),
 

@@ -91,6 +91,15 @@ fn refusals_name_key_value_and_place() {
     assert!(missing.to_string().contains("no model"), "{missing}");
 }
 
+/// A default that is written otherwise is a default.
+#[test]
+fn defaults_that_are_given_ask_for_nothing() {
+    let (settings, _) = read("emulated_nvme_read_gbps = 0.0\nloss_scale = \"0.0\"\nmin_lr_ratio = 0.0", &[]).unwrap();
+    assert!(settings.notices.is_empty(), "{:?}", settings.notices);
+    let (settings, _) = read("loss_scale = 128.0\nsophia_rho = 0.1", &[]).unwrap();
+    assert_eq!(settings.notices.len(), 2, "{:?}", settings.notices);
+}
+
 #[test]
 fn values_that_have_rules() {
     let settings = |toml: &str| read(toml, &[]).unwrap().0;

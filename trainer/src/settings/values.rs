@@ -1,7 +1,7 @@
 //! Values as people type them: sizes, booleans, fractions of a run; and the nearest name for a misspelt one.
 
-/// Share of names' similarity from which one is suggested for the other.
-const NEAR: f64 = 0.8;
+/// Similarity of two names, 1 of equal ones, from which one is suggested for the other.
+const NEAR: f64 = 0.7;
 
 /// The candidate that was probably meant, if one is near.
 pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
@@ -11,7 +11,7 @@ pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
             let edits = strsim::normalized_damerau_levenshtein(name, candidate);
             (edits.max(strsim::jaro_winkler(name, candidate) - 0.1), candidate)
         })
-        .filter(|(similarity, _)| *similarity >= NEAR - 0.1)
+        .filter(|(similarity, _)| *similarity >= NEAR)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, candidate)| candidate)
 }

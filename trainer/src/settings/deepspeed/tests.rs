@@ -126,6 +126,24 @@ fn the_published_files_in_full() {
     assert!(error.contains("train_micro_batch_size_per_gpu") && error.contains("--batch_size is 12"), "{error}");
 }
 
+/// An optimizer without a rate has DeepSpeed's, whether it has an empty section of constants or none.
+#[test]
+fn an_optimizer_without_a_rate() {
+    for optimizer in [r#"{"type": "AdamW"}"#, r#"{"type": "AdamW", "params": {}}"#] {
+        assert_eq!(with(&format!("\"optimizer\": {optimizer}")).schedule.lr, 0.001, "{optimizer}");
+    }
+}
+
+/// DeepSpeed clips where the number is above 0 and says nothing of one below.
+#[test]
+fn a_norm_below_zero_clips_nothing_and_is_spoken_of() {
+    let settings = with("\"gradient_clipping\": -1");
+    assert_eq!(settings.optimizer.grad_clip, None);
+    let [notice] = &settings.notices[..] else { panic!("one line: {:?}", settings.notices) };
+    assert!(notice.contains("gradient_clipping -1 clips nothing"), "{notice}");
+    assert!(with("\"gradient_clipping\": 0").notices.is_empty());
+}
+
 #[test]
 fn batch_sizes_are_resolved_together() {
     let batch = |json: &str, flags: &[(&'static str, &str)], ranks| {

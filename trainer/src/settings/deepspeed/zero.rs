@@ -124,7 +124,8 @@ impl Translation<'_> {
             }
             other => return Err(format!("{} is \"{other}\"; {DEVICES}", section.name("device"))),
         };
-        Ok(Offload { on: device != "none" && ratio > 0.0, nvme, ratio })
+        // A share of nothing leaves the device for nowhere.
+        Ok(Offload { on: device != "none" && ratio > 0.0, nvme: nvme.filter(|_| ratio > 0.0), ratio })
     }
 }
 
