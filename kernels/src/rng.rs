@@ -66,20 +66,20 @@ fn logarithm(x: f32) -> f32 {
     let m = f32::from_bits((shifted & 0x7F_FFFF) + 0x3F35_04F3) - 1.0;
     let mut poly = 7.037_683_6e-2;
     for factor in [
-        -1.151_461_03e-1,
-        1.167_699_87e-1,
-        -1.242_014_08e-1,
-        1.424_932_28e-1,
-        -1.666_805_77e-1,
-        2.000_071_48e-1,
-        -2.499_999_40e-1,
-        3.333_333_12e-1,
+        -1.151_461e-1,
+        1.167_699_9e-1,
+        -1.242_014_1e-1,
+        1.424_932_3e-1,
+        -1.666_805_8e-1,
+        2.000_071_5e-1,
+        -2.499_999_4e-1,
+        3.333_333e-1,
     ] {
         poly = poly * m + factor;
     }
     let exponent = exponent as f32;
     let square = m * m;
-    m * square * poly + exponent * -2.121_944_4e-4 - 0.5 * square + m + exponent * 0.693_359_375
+    m * square * poly + exponent * -2.121_944_4e-4 - 0.5 * square + m + exponent * 0.693_359_4
 }
 
 /// Sine and cosine of `turn`/2²⁴ of a full turn: polynomials of an eighth of a turn either way (Cephes).
