@@ -3,10 +3,10 @@
 # that the plan predicts by rates measured in this run.
 # Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b sweep 30b article; logs go to $OUT.
 set -u
+PARTS=${PARTS:-bits hidden small free 13b 30b}
 carried=$1 castor=$1/castor out=${OUT:-/tmp/out}
 . "$(dirname "$0")/common.sh"
 random_tokens
-part() { [[ " ${PARTS:-bits hidden small free 13b 30b} " == *" $1 "* ]]; }
 timeout 60 "$castor" doctor --bench --nvme /tmp 2>&1 | grep -E "FLOP|B/s" | cut -c1-60 | tee -a "$summary"
 if part article; then GRADIENTS=fp16 LIMIT=60 train article_free --backend cuda --config configs/article-4block.json --mixed_precision fp16 --batch_size 8 --max_steps 30 --no_deterministic; fi
 seven="--backend cuda --config configs/llama2-7b.json --mixed_precision bf16"

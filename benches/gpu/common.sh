@@ -1,7 +1,9 @@
 # Shared by the scripts here: a file of random tokens, and one training run with a line of its results.
-# Expects $castor and $out.
+# Expects $castor and $out, and $PARTS where there are parts.
 summary=$out/summary.txt
 say() { echo "$*" | tee -a "$summary"; }
+
+part() { [[ " $PARTS " == *" $1 "* ]]; }
 
 random_tokens() { # how many different ones; few are soon learnt
   python3 - "${1:-32000}" <<'P'

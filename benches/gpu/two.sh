@@ -3,6 +3,7 @@
 # rank, replica groups and a stopped rank, 70B, and the article's table beside PyTorch's DDP.
 # Usage: two.sh CARRIED, a folder with castor, cuda_device and peers; logs go to $OUT.
 set -u
+PARTS=${PARTS:-equal seven kill article}
 carried=$1 castor=$1/castor out=${OUT:-/tmp/out}
 . "$(dirname "$0")/common.sh"
 export NCCL_NVLS_ENABLE=0
@@ -25,7 +26,6 @@ except Exception as e:
 P
   cat "$out/train_$name.txt" >>"$out/train.txt"; rm -f "$out/train_$name.txt"
 }
-part() { [[ " ${PARTS:-equal seven kill article} " == *" $1 "* ]]; }
 
 if part equal; then
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
