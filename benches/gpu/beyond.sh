@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One GPU, issue "planner": everything off the GPU against everything on it, and models beyond it, each with the time
 # that the plan predicts by rates measured in this run.
-# Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b sweep 30b article; logs go to $OUT.
+# Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b sweep 30b article manual lagged; logs go to $OUT.
 set -u
 PARTS=${PARTS:-bits hidden small free 13b 30b}
 carried=$1 castor=$1/castor out=${OUT:-/tmp/out}
@@ -36,3 +36,31 @@ if part 30b; then
     --host_memory 120GiB --nvme /tmp --nvme_capacity 20GiB
 fi
 free -g | head -2 | tee -a "$summary"
+if part lagged; then
+  # Where nothing is clipped, updates behind the backward end in the bits of those that wait for the norm.
+  for clip in exact lagged; do
+    LIMIT=40 train "clip_$clip" --backend cuda --config configs/castor-1.3b.json --mixed_precision bf16 --batch_size 8 --max_steps 8 --grad_clip 0 --clip $clip --device_memory 24GiB
+  done
+fi
+if part manual; then
+  # What auto chooses beside choices made by hand, with 16 GiB of the GPU.
+  hand() { # name, then flags
+    local name=$1; shift
+    LIMIT=40 train "hand_$name" --backend cuda --config configs/castor-1.3b.json --mixed_precision bf16 --batch_size 8 --gradient_accumulation_steps 4 --max_steps 8 --device_memory 16GiB "$@"
+  }
+  hand auto --plugin gemini_auto
+  hand cpu --plugin gemini_cpu
+  hand zero3_offload --plugin zero3_offload
+  hand optim_half --plugin gemini --offload_optim_frac 0.5
+  hand optim_all --plugin gemini --offload_optim_frac 1
+  for prefetch in 512MiB 1GiB 2GiB; do hand "prefetch_$prefetch" --plugin gemini_auto --prefetch $prefetch; done
+  for recompute in none selective full; do hand "recompute_$recompute" --plugin gemini_auto --recompute $recompute; done
+  python3 - <<'P' | tee -a "$summary"
+import json, glob
+rates = {}
+for path in glob.glob('/tmp/runs/hand_*/train_log.jsonl'):
+    s = [x for x in map(json.loads, open(path)) if x.get('kind') == 'step'][3:]
+    if s: rates[path.split('hand_')[1].split('/')[0]] = sum(x['tokens'] for x in s) / sum(x['seconds'] for x in s)
+for name, rate in sorted(rates.items(), key=lambda x: -x[1]): print(f'   {name:20} {rate:8.0f} tokens/s  {rate / rates["auto"]:.3f} of auto')
+P
+fi
