@@ -201,6 +201,8 @@ extern "C" __global__ __launch_bounds__(128, FORWARD_BLOCKS) void attention_forw
         }
     }
     float* row_stats = stats + ((u64)blockIdx.z * shape.heads + head) * shape.sequence;
+    // This warp alone reads its rows of the query tile; now it puts its results there.
+    __syncwarp();
 #pragma unroll
     for (u32 m = 0; m < MT; m++) {
         float inverse[2];
@@ -213,7 +215,6 @@ extern "C" __global__ __launch_bounds__(128, FORWARD_BLOCKS) void attention_forw
             const u32 row = first_row + m * 16 + (lane >> 2) + 8 * r;
             if ((lane & 3) == 0 && row < shape.sequence) row_stats[row] = most[m][r] * shape.scale + logf(all);
         }
-        // This warp alone reads its rows of the query tile, and it is done with them.
         stage_rows(q_tile, own + m * 16, sums[m], inverse[0], inverse[1]);
     }
     const u64 out_stride = (u64)shape.heads * shape.head_dim;
