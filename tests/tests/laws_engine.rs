@@ -184,7 +184,15 @@ fn lagged(world: u32, dtype: DType, optimizer: Optimizer, tied: bool) {
         setup
     };
     let bits = |setup: &Setup<'static>| train(setup, "lagged").swap_remove(0).bits;
-    assert!(bits(&clipped_by(Clip::Lagged, 0.0)) == bits(&clipped_by(Clip::Exact, 0.0)), "unclipped, the same bits");
+    // Whole groups of one rank, and of all.
+    for (sharding, shards) in SHARDINGS.into_iter().flat_map(|sharding| [(sharding, Some(1)), (sharding, None)]) {
+        let [lagged, exact] = [Clip::Lagged, Clip::Exact].map(|clip| {
+            let mut setup = clipped_by(clip, 0.0);
+            (setup.options.sharding, setup.options.shards) = (sharding, shards);
+            bits(&setup)
+        });
+        assert!(lagged == exact, "unclipped, the same bits: {sharding:?} among {shards:?}");
+    }
     let clipped = clipped_by(Clip::Lagged, 0.1);
     assert!(bits(&clipped) != bits(&clipped_by(Clip::Lagged, 0.0)), "this norm clips");
     any_placement(clipped, disk.path());

@@ -119,7 +119,8 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             match training(matches, &|| ranks.map_or_else(world, Ok))? {
                 Asked::Run(settings) => {
                     let (largest, json) = (matches.get_flag("max"), matches.get_flag("json"));
-                    Ok(Command::Plan { settings, wanted: Wanted { ranks, largest, json } })
+                    let rates = value(matches, "rates").map(PathBuf::from);
+                    Ok(Command::Plan { settings, wanted: Wanted { ranks, largest, json, rates } })
                 }
                 Asked::Print(text) => Ok(Command::Text(text)),
             }

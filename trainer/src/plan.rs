@@ -16,9 +16,10 @@ use castor_runtime::plan::Plan;
 use castor_runtime::{Bytes, Role};
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// What is to be planned.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
     /// Ranks; None: as many as the environment names.
     pub ranks: Option<u32>,
@@ -26,6 +27,8 @@ pub struct Wanted {
     pub largest: bool,
     /// As JSON.
     pub json: bool,
+    /// The file with the rates of another machine, in place of this one's.
+    pub rates: Option<PathBuf>,
 }
 
 /// Plans the run of `settings` and prints the plan.
@@ -35,7 +38,13 @@ pub struct Wanted {
 pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     let (config, notices) = settings.model_shape()?;
     // The plan is for one rank of many like it; only this one's hardware is looked at.
-    let hardware = Hardware::open(settings, &World::alone())?;
+    let mut hardware = Hardware::open(settings, &World::alone())?;
+    if let Some(path) = &wanted.rates {
+        let (name, rates) = Rates::elsewhere(path)?;
+        hardware.rates = rates;
+        let what = "what the driver holds there is not in this plan";
+        hardware.notices = vec![format!("by the rates of {name}, with the memory that this command is told; {what}")];
+    }
     let environment = World::from_env()?;
     let world = wanted.ranks.unwrap_or(environment.world);
     // Ranks that are not here yet: as if of one host, unless the environment says more.

@@ -91,6 +91,35 @@ impl Rates {
         rates
     }
 
+    /// The rates of another machine, which `castor doctor --bench` measured there and kept in the file at `path`: those of
+    /// the device and of the disk that were measured last, and the device's name.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if the file cannot be read or knows no device.
+    pub fn elsewhere(path: &Path) -> Result<(String, Rates)> {
+        let refused = |reason: String| {
+            let advice = "give the file that `castor doctor --bench` wrote on the machine to plan for";
+            Error::Usage(format!("--rates {}: {reason}; {advice}", path.display()))
+        };
+        let bytes = std::fs::read(path).map_err(|error| refused(error.to_string()))?;
+        let cache: RateCache = serde_json::from_slice(&bytes).map_err(|error| refused(error.to_string()))?;
+        if !cache.is_sound() {
+            return Err(refused(format!("it is of version {} or holds rates that are none", cache.version)));
+        }
+        let last = |disk: bool| {
+            let places = cache.places.iter().filter(|(place, _)| place.starts_with(RateCache::DISK) == disk);
+            places.max_by_key(|(_, measured)| measured.measured_at)
+        };
+        let (name, device) = last(false).ok_or_else(|| refused("no device was measured in it".into()))?;
+        let mut rates = Rates { measured_at: Some(device.measured_at), ..Rates::assumed("cuda") };
+        rates.take(device);
+        if let Some((_, disk)) = last(true) {
+            rates.disk_measured_at = Some(disk.measured_at);
+            rates.take(disk);
+        }
+        Ok((name.clone(), rates))
+    }
+
     fn take(&mut self, measured: &Measured) {
         for (rate, MeasuredRate { value, .. }) in &measured.rates {
             match rate {
@@ -260,6 +289,9 @@ impl Default for RateCache {
 }
 
 impl RateCache {
+    /// How the name of a disk's place begins.
+    const DISK: &str = "disk at ";
+
     /// Where it is kept: `$XDG_CACHE_HOME/castor/rates.json`, else under `~/.cache`. None without a home.
     pub fn path() -> Option<PathBuf> {
         let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -270,8 +302,11 @@ impl RateCache {
     /// Reads it. Empty if there is none, or it is of another version or broken: then rates are measured again.
     pub fn read(path: &Path) -> RateCache {
         let cache = || -> Option<RateCache> { serde_json::from_slice(&std::fs::read(path).ok()?).ok() };
-        let sound = |cache: &RateCache| cache.version == VERSION && cache.places.values().all(Measured::is_sound);
-        cache().filter(sound).unwrap_or_default()
+        cache().filter(RateCache::is_sound).unwrap_or_default()
+    }
+
+    fn is_sound(&self) -> bool {
+        self.version == VERSION && self.places.values().all(Measured::is_sound)
     }
 
     /// Writes it, with its folder.
@@ -294,7 +329,7 @@ impl RateCache {
 
     /// The name under which the rates of the disk at `folder` are kept.
     pub fn disk_place(folder: &Path) -> String {
-        format!("disk at {}", folder.canonicalize().unwrap_or_else(|_| folder.to_owned()).display())
+        format!("{}{}", RateCache::DISK, folder.canonicalize().unwrap_or_else(|_| folder.to_owned()).display())
     }
 
     /// The rates of the disk at `folder`, measured there or in a folder above it on the same disk.
@@ -388,6 +423,28 @@ mod tests {
         assert_eq!(Rates::known(&device(), Some(&below), &cache).nvme_read, 7e9);
         let without = Rates::known(&device(), None, &cache);
         assert_eq!(without, Rates::assumed("cuda"));
+    }
+
+    #[test]
+    fn another_machine_is_planned_for_by_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rates.json");
+        let refusal = || Rates::elsewhere(&path).unwrap_err().to_string();
+        assert!(refusal().contains("rates.json") && refusal().contains("doctor --bench"), "{}", refusal());
+        let mut cache = RateCache::default();
+        cache.keep(RateCache::disk_place(Path::new("/data")), measured(Rate::NvmeRead, 7e9));
+        cache.write(&path).unwrap();
+        assert!(refusal().contains("no device"), "{}", refusal());
+        let at = |measured_at, value| Measured { measured_at, ..measured(Rate::Products, value) };
+        cache.keep("A newer GPU".into(), at(20, 2e14));
+        cache.keep("An older GPU".into(), at(10, 1e14));
+        cache.write(&path).unwrap();
+        let (name, rates) = Rates::elsewhere(&path).unwrap();
+        assert_eq!((name.as_str(), rates.products, rates.nvme_read), ("A newer GPU", 2e14, 7e9));
+        assert_eq!((rates.measured_at, rates.collectives), (Some(20), Rates::assumed("cuda").collectives));
+        cache.keep("A newest GPU".into(), at(30, 0.0));
+        cache.write(&path).unwrap();
+        assert!(refusal().contains("version 2"), "{}", refusal());
     }
 
     #[test]

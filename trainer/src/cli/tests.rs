@@ -135,8 +135,8 @@ fn published_colossalai_commands() {
 fn other_commands() {
     assert!(matches!(line("run --nproc_per_node 2 train -x fp16"), Ok(Command::Run(rest)) if rest.len() == 5));
     assert!(matches!(
-        line("plan -c c.json --ranks 64 --json"),
-        Ok(Command::Plan { wanted: Wanted { json: true, ranks: Some(64), largest: false }, .. })
+        line("plan -c c.json --ranks 64 --json --rates r.json"),
+        Ok(Command::Plan { wanted: Wanted { json: true, ranks: Some(64), largest: false, rates: Some(_) }, .. })
     ));
     let parity = line("parity --model m --batch b.safetensors --expect e.safetensors --tolerance 1e-5");
     assert!(matches!(parity, Ok(Command::Parity { tolerance, .. }) if tolerance == 1e-5));

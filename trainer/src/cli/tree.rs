@@ -40,6 +40,7 @@ pub(super) fn tree() -> clap::Command {
                     option("ranks", "Ranks to plan for [as the environment says]")
                         .aliases(["world_size", "nproc_per_node"]),
                 )
+                .arg(option("rates", "Plan for another machine, by the file that its `castor doctor --bench` wrote"))
                 .arg(switch("max", "Plan for as many blocks of this shape as fit"))
                 .arg(switch("json", "Print the plan as JSON")),
         )
