@@ -226,7 +226,8 @@ impl Setup<'_> {
         if self.world == 1 {
             return vec![work(0, self.engine(None))];
         }
-        let links = Link::in_process(self.world, LinkOptions::default()).expect("sockets");
+        let options = LinkOptions { shards: self.options.shards, ..LinkOptions::default() };
+        let links = Link::in_process(self.world, options).expect("sockets");
         std::thread::scope(|scope| {
             let work = &work;
             let ranks = links.into_iter().enumerate();

@@ -102,6 +102,9 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
         let tiers: Vec<String> = tiers.iter().map(|(tier, bytes)| format!("{tier} {}", Bytes(*bytes))).collect();
         println!("  {:<13} {}", Role::name(role), tiers.join(", "));
     }
+    if !blueprint.layout().keeps_gradients {
+        println!("  {:<13} in the window, each from its backward to its update", Role::name(Role::Gradient));
+    }
     let keep = &blueprint.options().keep;
     let mut levels: BTreeMap<String, usize> = BTreeMap::new();
     for level in keep {
@@ -214,6 +217,7 @@ fn as_value(
         "estimated_compute_s": estimate.time.compute_s,
         "bound": estimate.bound(),
         "rates": rates,
+        "inexact": blueprint.options().clip.inexact(),
         "chunks": homes,
     })
 }
