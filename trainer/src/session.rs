@@ -12,7 +12,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::loss_scale::Dynamic;
 use crate::lr::{Convention, Decay, Schedule};
-use crate::optimizer::Optimizer;
+use crate::optimizer::{Clip, Optimizer};
 use crate::parity::{self, Batch};
 use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
@@ -319,6 +319,8 @@ pub fn parity(
     let hardware = Hardware::open(settings, &world)?;
     let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
     options.evaluates = true;
+    // Gradients are looked at, and so need homes.
+    options.clip = Clip::Exact;
     options.shards = shards(settings, world.world, world.local_world)?;
     let (blueprint, plan, _) = auto::plan(settings, options, &hardware, world.world)?;
     let mut engine = engine(Arc::clone(&hardware.backend), &blueprint, plan)?;

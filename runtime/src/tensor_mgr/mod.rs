@@ -131,6 +131,7 @@ impl StatefulTensorMgr {
             let home = carve(tier, Category::home(id.role()), layout.stored_bytes(id));
             chunks[id.index()] = Some(Chunk::new(id, home));
         }
+        // A gradient without a home has an empty one, off the device: it is used through copies alone.
         for gradient in layout.group_ids().map(|group| group.chunk(Role::Gradient)) {
             chunks[gradient.index()].get_or_insert_with(|| Chunk::new(gradient, Span::new(Tier::Host, 0, 0)));
         }
