@@ -90,6 +90,14 @@ pub struct OptimizerSettings {
     pub hessian_interval: u64,
 }
 
+impl OptimizerSettings {
+    /// What every report says, if results are not those of clipping by a step's own norm.
+    pub fn inexact(&self) -> Option<&'static str> {
+        let lagged = self.clip == Clip::Lagged && self.grad_clip.is_some();
+        lagged.then_some("gradients are clipped by the norm of the step before (--clip lagged)")
+    }
+}
+
 /// Update rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OptimizerKind {
