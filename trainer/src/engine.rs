@@ -440,7 +440,9 @@ impl Engine {
     /// If a tier or a peer refuses, or gradients have no homes ([`Clip::Lagged`]).
     pub fn read_gradient(&mut self, group: GroupId, loss_scale: f32) -> Result<Vec<f32>> {
         if !self.mgr.layout().stores(Role::Gradient) {
-            return Err(Error::Usage("gradients have no homes with --clip lagged; give --clip exact to read them".into()));
+            return Err(Error::Usage(
+                "gradients have no homes with --clip lagged; give --clip exact to read them".into(),
+            ));
         }
         let chunk = group.chunk(Role::Gradient);
         let mut bytes = self.mgr.read_chunk(chunk)?;

@@ -217,7 +217,8 @@ fn parity_with_wrong_files() {
     let parity = |flags: &str| format!("{PARITY} {flags}");
     let (_, err) = folder.accepts(&parity("--batch batch.safetensors --out result.safetensors"));
     assert_eq!(err, "", "there is nothing to notice");
-    let (out, _) = folder.accepts(&parity("--batch batch.safetensors --expect result.safetensors --tolerance 0 --clip lagged"));
+    let (out, _) =
+        folder.accepts(&parity("--batch batch.safetensors --expect result.safetensors --tolerance 0 --clip lagged"));
     assert!(out.contains("loss") && out.contains("compared  24 of 24 tensors\n"), "{out}");
     folder.write("scalars.safetensors", scalars());
     let scalars = "--batch batch.safetensors --expect scalars.safetensors --tolerance 1e9";
