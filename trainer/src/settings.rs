@@ -1,8 +1,9 @@
 //! What a run is asked to do, resolved and typed: flag over TOML over default, every value checked.
 //!
 //! Owns the table of flags (`table`), their text with origins (`raw`), what other trainers' files and words mean here
-//! (`deepspeed`, `fsdp`, `strategies`, `elsewhere`), which flags change nothing (`unused`), the forms of values ([`Budget`], [`Every`]) and [`Settings`]. It measures nothing: budgets stay symbolic until someone who knows the machine
-//! resolves them ([`Budget::bytes`]), steps until someone knows the number of rows.
+//! (`deepspeed`, `fsdp`, `strategies`, `elsewhere`), which flags change nothing (`unused`), the forms of values
+//! ([`Budget`], [`Every`]) and [`Settings`]. It measures nothing: budgets stay symbolic until someone who knows the
+//! machine resolves them ([`Budget::bytes`]), steps until someone knows the number of rows.
 
 mod deepspeed;
 pub(crate) mod elsewhere;

@@ -165,8 +165,8 @@ impl<'a> Step<'a> {
     }
 
     /// Embedding and all blocks, keeping what the backward wants. With several ranks a group is updated one block
-    /// ahead, so that its new weights are gathered while that block computes. `due` is the update that the step before left to
-    /// this one; the flag in the control scalars says whether there is one (L9), so the ticks are always the same.
+    /// ahead, so that its new weights are gathered while that block computes. `due` is the update that the step before
+    /// left to this one; the flag in the control scalars says whether there is one (L9), so the ticks are always the same.
     ///
     /// # Errors
     /// If the world below refuses.
