@@ -497,7 +497,7 @@ impl StatefulTensorMgr {
         let due = if copy.is_none_or(stays) { due } else { u64::MAX };
         let state = self.chunk_mut(chunk);
         state.release(access, access.writes().then_some(written), used, due);
-        // After a reduction over ranks the copy holds sums only in part.
+        // After a reduction over ranks the copy holds sums only in part; what has no home is gone with its lease.
         let in_part = matches!(access, Access::Produce(part) if part.ends()) && self.layout.world > 1;
         if copy.is_some() && (in_part || access == Access::Transient) {
             self.drop_copy(chunk);
