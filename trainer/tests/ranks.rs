@@ -79,6 +79,7 @@ fn rows_of(folder: &Path, step: usize, first: usize, count: usize) -> Batch {
 
 #[track_caller]
 fn same(what: &str, a: &Outcome, b: &Outcome) {
+    assert_eq!((a.0.len(), a.1.len()), (b.0.len(), b.1.len()), "{what}: steps and weights");
     for (a, b) in a.0.iter().zip(&b.0) {
         assert_eq!(a.loss.to_bits(), b.loss.to_bits(), "{what}: loss of step {}", a.step);
         assert_eq!(a.grad_norm.to_bits(), b.grad_norm.to_bits(), "{what}: norm of step {}", a.step);
@@ -89,6 +90,7 @@ fn same(what: &str, a: &Outcome, b: &Outcome) {
 /// Losses and norms of two runs that sum in different orders: within these relative errors.
 #[track_caller]
 fn near(what: &str, a: &Outcome, b: &Outcome, loss: f64, norm: f64) {
+    assert_eq!(a.0.len(), b.0.len(), "{what}: steps");
     for (a, b) in a.0.iter().zip(&b.0) {
         let what = format!("{what}, step {}", a.step);
         assert_eq!(a.tokens, b.tokens, "{what}");
