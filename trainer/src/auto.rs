@@ -187,8 +187,7 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
 
 /// What else to try where all micro-batches had to go together for the sake of gradients that are split over ranks.
 fn way_out(options: &Options, world: u32) -> &'static str {
-    let at_once = options.splits_gradients(world.into()) && !options.sync_each_batch;
-    if !at_once || options.micro_batches == 1 || options.config.tie_word_embeddings {
+    if !options.sums_at_once(world.into()) || options.micro_batches == 1 || options.config.tie_word_embeddings {
         return "";
     }
     "; gradients are split over ranks, so that all micro-batches go through the model together: --sync_each_batch \
@@ -202,8 +201,7 @@ fn way_out(options: &Options, world: u32) -> &'static str {
 /// interleave (L6): there all go together.
 fn rounds(options: &Options, world: u32) -> Vec<u64> {
     let all = options.micro_batches;
-    let at_once = options.splits_gradients(world.into()) && !options.sync_each_batch;
-    if options.config.tie_word_embeddings || at_once {
+    if options.config.tie_word_embeddings || options.sums_at_once(world.into()) {
         return vec![all];
     }
     let mut rounds: Vec<u64> = [all, all.div_ceil(2), all.div_ceil(4), 1].into();

@@ -88,15 +88,27 @@ pub struct Options {
 }
 
 impl Options {
-    /// Whether gradients outlive the update: unless each is final when it is formed and updates do not wait for the norm.
+    /// Whether gradients have homes: all do, unless each is final when it is formed, its update does not wait for the
+    /// norm, and nothing else reads it.
     fn keeps_gradients(&self, world: u64) -> bool {
-        let estimates = self.optimizer.is_none_or(|optimizer| optimizer.estimates());
-        let at_once = self.round >= self.micro_batches && !(self.sync_each_batch && self.splits_gradients(world));
-        estimates || !at_once || self.clip == Clip::Exact
+        let read_besides = self.optimizer.is_none_or(|optimizer| optimizer.estimates());
+        let final_at_once = self.round >= self.micro_batches && !self.sums_one_by_one(world);
+        read_besides || !final_at_once || self.clip == Clip::Exact
+    }
+
+    /// Whether each micro-batch's gradient is summed over the `world` ranks by itself.
+    fn sums_one_by_one(&self, world: u64) -> bool {
+        self.sync_each_batch && self.splits_gradients(world)
+    }
+
+    /// Whether all micro-batches must go through the model together, for gradients are split over `world` ranks and
+    /// summed over them once.
+    pub fn sums_at_once(&self, world: u64) -> bool {
+        !self.sync_each_batch && self.splits_gradients(world)
     }
 
     /// Whether each of `world` ranks keeps a part of the gradients only.
-    pub fn splits_gradients(&self, world: u64) -> bool {
+    fn splits_gradients(&self, world: u64) -> bool {
         self.sharding.gradients && self.shards.map_or(world, u64::from) > 1
     }
 }
@@ -166,7 +178,7 @@ impl Blueprint {
             world,
             documents: options.document_mask,
         };
-        let sync_each_batch = options.sync_each_batch && options.splits_gradients(layout.world);
+        let sync_each_batch = options.sums_one_by_one(world);
         let first_round = activations.first_round();
         Blueprint { options, model: Model { shape, groups, activations, first_round, sync_each_batch }, layout, inputs }
     }

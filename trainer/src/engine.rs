@@ -297,7 +297,7 @@ impl Engine {
         Ok(pass.end()?)
     }
 
-    /// Forward and backward alone: gradients stay in their chunks until the next step. Waits for the result.
+    /// Forward and backward alone: gradients that have homes stay there until the next step. Waits for the result.
     ///
     /// # Errors
     /// If the inputs do not fit or the world below refuses.
@@ -437,8 +437,13 @@ impl Engine {
     /// A group's gradient, tensors one after the other, divided by `loss_scale`. All ranks must call it.
     ///
     /// # Errors
-    /// If a tier or a peer refuses.
+    /// If a tier or a peer refuses, or gradients have no homes ([`Clip::Lagged`]).
     pub fn read_gradient(&mut self, group: GroupId, loss_scale: f32) -> Result<Vec<f32>> {
+        if !self.mgr.layout().stores(Role::Gradient) {
+            return Err(Error::Usage(
+                "gradients have no homes with --clip lagged; give --clip exact to read them".into(),
+            ));
+        }
         let chunk = group.chunk(Role::Gradient);
         let mut bytes = self.mgr.read_chunk(chunk)?;
         if self.mgr.layout().shards > 1 && self.mgr.layout().sharding.gradients {

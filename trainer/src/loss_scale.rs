@@ -75,9 +75,9 @@ impl LossScale {
     ///
     /// # Errors
     /// If the run gets nowhere: see [`PATIENCE`] and [`LONGEST`].
-    pub fn learn(&mut self, norm: bool, loss: bool) -> Result<()> {
-        self.lost = if loss { 0 } else { self.lost + 1 };
-        if norm {
+    pub fn learn(&mut self, norm_is_finite: bool, loss_is_finite: bool) -> Result<()> {
+        self.lost = if loss_is_finite { 0 } else { self.lost + 1 };
+        if norm_is_finite {
             (self.at_floor, self.skipped) = (0, 0);
             self.clean += 1;
             if let Some(d) = self.dynamic
@@ -106,22 +106,18 @@ impl LossScale {
     }
 
     fn gives_up(&self) -> Error {
-        let (what, cause) = if self.lost >= PATIENCE {
-            (format!("loss of the last {PATIENCE} steps"), String::new())
-        } else if self.at_floor < PATIENCE {
-            (
-                format!("gradient norm of the last {LONGEST} steps"),
-                format!(", with a loss scale still at {:e}", self.scale),
-            )
-        } else if self.dynamic.is_some() {
-            let cause = format!(", with the loss scale at its minimum of {:e}", self.scale);
-            (format!("gradient norm of the last {PATIENCE} steps"), cause)
-        } else {
-            (format!("gradient norm of the last {PATIENCE} steps"), String::new())
+        let (what, steps, cause) = match self.dynamic {
+            _ if self.lost >= PATIENCE => ("loss", PATIENCE, String::new()),
+            _ if self.at_floor < PATIENCE => {
+                ("gradient norm", LONGEST, format!(", with a loss scale still at {:e}", self.scale))
+            }
+            Some(_) => ("gradient norm", PATIENCE, format!(", with the loss scale at its minimum of {:e}", self.scale)),
+            None => ("gradient norm", PATIENCE, String::new()),
         };
         Error::Failed(format!(
-            "the {what} was not finite{cause}: where the norm is not finite an update is skipped, and the run gets nowhere; \
-             lower --lr, check the data and the weights for NaN, or use --mixed_precision bf16"
+            "the {what} of the last {steps} steps was not finite{cause}: where the norm is not finite an update is \
+             skipped, and the run gets nowhere; lower --lr, check the data and the weights for NaN, or use \
+             --mixed_precision bf16"
         ))
     }
 }

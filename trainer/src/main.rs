@@ -9,7 +9,7 @@ use castor_trainer::data::{self, Tokenizer};
 use castor_trainer::doctor::{self, Finding, Probes};
 use castor_trainer::error::Result;
 use castor_trainer::launcher::{self, Setup};
-use castor_trainer::{checkpoint, measure, plan, report, sample, session, train};
+use castor_trainer::{checkpoint, measure, parity, plan, report, sample, train};
 
 fn main() -> ExitCode {
     match run() {
@@ -32,7 +32,7 @@ fn run() -> Result<u8> {
         Command::Plan { settings, wanted } => plan::main(&settings, wanted)?,
         Command::Parity { settings, batch, expect, out, tolerance } => {
             launcher::follow_launcher()?;
-            session::parity(&settings, &batch, expect.as_deref(), out.as_deref(), tolerance)?;
+            parity::main(&settings, &batch, expect.as_deref(), out.as_deref(), tolerance)?;
         }
         Command::DataPack { spec, tokenizer, out } => {
             let summary = data::pack(&spec, &Tokenizer::open(&tokenizer)?, &out)?;

@@ -47,16 +47,6 @@ pub enum Clip {
     Lagged,
 }
 
-impl Clip {
-    /// What every report says of it, if results are not those of clipping by a step's own norm.
-    pub const fn inexact(self) -> Option<&'static str> {
-        match self {
-            Clip::Exact => None,
-            Clip::Lagged => Some("gradients are clipped by the norm of the step before (--clip lagged)"),
-        }
-    }
-}
-
 impl Optimizer {
     /// The update with learning rate `lr` after `applied` updates were made.
     pub fn update(&self, lr: f64, applied: u64) -> Update {

@@ -5,13 +5,58 @@
 //! computes the whole batch, so that the numbers do not depend on how many there are.
 
 use crate::{
+    auto,
     engine::{self, Engine, StepInputs},
     error::{Error, Result},
     inputs::MicroBatch,
+    optimizer::Clip,
+    rendezvous::World,
+    session::{self, Hardware},
+    settings::Settings,
 };
 use castor_runtime::GroupId;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
-use std::{collections::BTreeMap, fmt, path::Path};
+use std::{collections::BTreeMap, fmt, path::Path, sync::Arc};
+
+/// `castor parity`: one forward and backward on a batch, printed and held against what is expected.
+///
+/// # Errors
+/// [`Error::Failed`] (exit 1) if a tensor is off by more than `tolerance`; bad input; what the world refuses.
+pub fn main(
+    settings: &Settings,
+    batch: &Path,
+    expect: Option<&Path>,
+    out: Option<&Path>,
+    tolerance: f64,
+) -> Result<()> {
+    let batch = Batch::read(batch)?;
+    let world = World::from_env()?;
+    // The batch says how long rows are.
+    let settings = &Settings { max_length: batch.sequence as usize, ..settings.clone() };
+    let (config, notices) = settings.model_shape()?;
+    let hardware = Hardware::open(settings, &world)?;
+    let mut options = session::options(settings, config, batch.sequence, batch.rows(), 1, 1);
+    options.evaluates = true;
+    // Gradients are looked at, and so need homes.
+    options.clip = Clip::Exact;
+    options.shards = session::shards(settings, world.world, world.local_world)?;
+    let (blueprint, plan, _) = auto::plan(settings, options, &hardware, world.world)?;
+    let mut engine = session::engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
+    let said = session::load(settings, &mut engine)?;
+    let report = run(&mut engine, &batch, expect, out, tolerance)?;
+    if world.rank == 0 {
+        for notice in notices.iter().chain(&hardware.notices).chain(&said) {
+            eprintln!("castor: {notice}");
+        }
+        print!("{report}");
+    }
+    match report.worst() {
+        Some((name, error)) if !report.passed() => {
+            Err(Error::Failed(format!("{name} is off by {error:.2e}, more than --tolerance {tolerance:.0e}")))
+        }
+        _ => Ok(()),
+    }
+}
 
 /// A batch of rows.
 #[derive(Clone, Debug)]
@@ -197,7 +242,7 @@ pub fn compute(engine: &mut Engine, batch: &Batch, counted: u64) -> Result<Resul
     let micros = [batch.micro()];
     let vocabulary = engine.options().config.vocab_size as usize;
     let mut logits = Vec::with_capacity(batch.ids.len() * vocabulary);
-    let ops = std::sync::Arc::clone(engine.manager().backend());
+    let ops = Arc::clone(engine.manager().backend());
     engine.observe(&micros, &mut |_, _, view| {
         let mut bytes = vec![0; view.span.bytes as usize];
         ops.download(view.span, &mut bytes)?;

@@ -145,9 +145,8 @@ fn find(path: &Path) -> Result<Found> {
     let holds = |folder: &Path| folder.join("tokenizer.json").is_file().then(|| folder.display().to_string());
     // What the log of the run says that `folder` is of.
     let recorded = |folder: &Path| {
-        let folder = folder.canonicalize().ok()?;
-        let name = RunLog::tokenizer(folder.parent()?)?;
-        (name == "bytes" || Path::new(&name).exists()).then_some(name)
+        let run = RunLog::read(folder.canonicalize().ok()?.parent()?).ok()??;
+        run.tokenizer().filter(|name| *name == "bytes" || Path::new(name).exists()).map(str::to_owned)
     };
     if path.is_file() || weights::is_folder_of_weights(path) {
         let (config, mut notices) = weights::shape(path)?;

@@ -1,11 +1,10 @@
 //! From settings to a run: the hardware of this rank, its budgets, what it computes with, its first weights.
 //!
-//! Used by every command that computes ([`crate::train`], [`crate::plan`], parity). It decides nothing that
+//! Used by every command that computes ([`crate::train`], [`crate::plan`], [`crate::parity`]). It decides nothing that
 //! the settings or the machine have not decided; what they leave open is for [`crate::auto`].
 
 use crate::activations::{Keep, LOGITS_BYTES};
 use crate::agreement;
-use crate::auto;
 use crate::blueprint::{self, Blueprint, Options};
 use crate::config::ModelConfig;
 use crate::engine::Engine;
@@ -13,7 +12,6 @@ use crate::error::{Error, Result};
 use crate::loss_scale::Dynamic;
 use crate::lr::{Convention, Decay, Schedule};
 use crate::optimizer::Optimizer;
-use crate::parity::{self, Batch};
 use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
 use crate::settings::{
@@ -192,7 +190,7 @@ pub fn shards(settings: &Settings, world: u32, local: u32) -> Result<Option<u32>
     Ok((wanted < world).then_some(wanted))
 }
 
-/// What the run computes with, all but the recompute levels, which [`auto`] decides, and the number of
+/// What the run computes with, all but the recompute levels, which [`crate::auto`] decides, and the number of
 /// [`shards`].
 pub fn options(
     settings: &Settings,
@@ -298,42 +296,4 @@ pub fn load(settings: &Settings, engine: &mut Engine) -> Result<Vec<String>> {
     };
     engine.load(&*source)?;
     Ok(notices)
-}
-
-/// `castor parity`: one forward and backward on a batch, printed and held against what is expected.
-///
-/// # Errors
-/// [`Error::Failed`] (exit 1) if a tensor is off by more than `tolerance`; bad input; what the world refuses.
-pub fn parity(
-    settings: &Settings,
-    batch: &Path,
-    expect: Option<&Path>,
-    out: Option<&Path>,
-    tolerance: f64,
-) -> Result<()> {
-    let batch = Batch::read(batch)?;
-    let world = World::from_env()?;
-    // The batch says how long rows are.
-    let settings = &Settings { max_length: batch.sequence as usize, ..settings.clone() };
-    let (config, notices) = settings.model_shape()?;
-    let hardware = Hardware::open(settings, &world)?;
-    let mut options = options(settings, config, batch.sequence, batch.rows(), 1, 1);
-    options.evaluates = true;
-    options.shards = shards(settings, world.world, world.local_world)?;
-    let (blueprint, plan, _) = auto::plan(settings, options, &hardware, world.world)?;
-    let mut engine = engine(Arc::clone(&hardware.backend), &blueprint, plan)?;
-    let said = load(settings, &mut engine)?;
-    let report = parity::run(&mut engine, &batch, expect, out, tolerance)?;
-    if world.rank == 0 {
-        for notice in notices.iter().chain(&hardware.notices).chain(&said) {
-            eprintln!("castor: {notice}");
-        }
-        print!("{report}");
-    }
-    match report.worst() {
-        Some((name, error)) if !report.passed() => {
-            Err(Error::Failed(format!("{name} is off by {error:.2e}, more than --tolerance {tolerance:.0e}")))
-        }
-        _ => Ok(()),
-    }
 }

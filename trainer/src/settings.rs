@@ -1,8 +1,9 @@
 //! What a run is asked to do, resolved and typed: flag over TOML over default, every value checked.
 //!
 //! Owns the table of flags (`table`), their text with origins (`raw`), what other trainers' files and words mean here
-//! (`deepspeed`, `fsdp`, `strategies`, `elsewhere`), which flags change nothing (`unused`), the forms of values ([`Budget`], [`Every`]) and [`Settings`]. It measures nothing: budgets stay symbolic until someone who knows the machine
-//! resolves them ([`Budget::bytes`]), steps until someone knows the number of rows.
+//! (`deepspeed`, `fsdp`, `strategies`, `elsewhere`), which flags change nothing (`unused`), the forms of values
+//! ([`Budget`], [`Every`]) and [`Settings`]. It measures nothing: budgets stay symbolic until someone who knows the
+//! machine resolves them ([`Budget::bytes`]), steps until someone knows the number of rows.
 
 mod deepspeed;
 pub(crate) mod elsewhere;
@@ -88,6 +89,14 @@ pub struct OptimizerSettings {
     pub sophia_rho: f32,
     /// Updates between Sophia's Hessian estimates.
     pub hessian_interval: u64,
+}
+
+impl OptimizerSettings {
+    /// What every report says, if results are not those of clipping by a step's own norm.
+    pub fn inexact(&self) -> Option<&'static str> {
+        let lagged = self.clip == Clip::Lagged && self.grad_clip.is_some();
+        lagged.then_some("gradients are clipped by the norm of the step before (--clip lagged)")
+    }
 }
 
 /// Update rules.

@@ -165,8 +165,8 @@ impl<'a> Step<'a> {
     }
 
     /// Embedding and all blocks, keeping what the backward wants. With several ranks a group is updated one block
-    /// ahead, so that its new weights are gathered while that block computes. `due` is the update that the step before left to
-    /// this one; the flag in the control scalars says whether there is one (L9), so the ticks are always the same.
+    /// ahead, so that its new weights are gathered while that block computes. `due` is the update that the step before
+    /// left to this one; the flag in the control scalars says whether there is one (L9), so the ticks are always the same.
     ///
     /// # Errors
     /// If the world below refuses.
@@ -460,31 +460,30 @@ impl<'a> Step<'a> {
 
     /// Takes this rank's part of the gradient that was produced a tick ago into the norm, and gives that gradient.
     fn square_last(&mut self) -> Result<Option<Produced>> {
-        let Some(Produced { group, lease: passing }) = self.unsquared.take() else { return Ok(None) };
-        let has_home = passing.is_none();
-        let lease = match passing {
+        let Some(last) = self.unsquared.take() else { return Ok(None) };
+        match &last.lease {
             Some(lease) => {
-                self.mgr.await_reduced(&lease);
-                lease
+                self.mgr.await_reduced(lease);
+                self.square(lease, last.group);
             }
-            None => self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?,
-        };
-        let slot = self.slot(group);
-        match lease.norm_part() {
-            Some(part) => self.ops.square_sum(part, slot),
-            // The last sum over the ranks is still in it.
-            None => self.ops.zero(slot),
+            None => {
+                let lease = self.mgr.acquire(last.group.chunk(Role::Gradient), Access::ReadShard)?;
+                self.square(&lease, last.group);
+                self.mgr.release(lease)?;
+            }
         }
         if self.behind.is_some() {
-            self.inputs.sum_over_ranks(self.ops.as_ref(), slot)?;
+            self.inputs.sum_over_ranks(self.ops.as_ref(), self.slot(last.group))?;
         }
-        let lease = if has_home {
-            self.mgr.release(lease)?;
-            None
-        } else {
-            Some(lease)
-        };
-        Ok(Some(Produced { group, lease }))
+        Ok(Some(last))
+    }
+
+    fn square(&self, gradient: &Lease, group: GroupId) {
+        match gradient.norm_part() {
+            Some(part) => self.ops.square_sum(part, self.slot(group)),
+            // The last sum over the ranks is still in it.
+            None => self.ops.zero(self.slot(group)),
+        }
     }
 
     /// A group's place in the norm.

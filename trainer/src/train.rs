@@ -262,7 +262,7 @@ impl Run<'_> {
                 "parameters": self.config.parameters(),
                 "steps": self.steps,
                 "tokenizer": self.tokenizer(),
-                "inexact": self.settings.optimizer.clip.inexact(),
+                "inexact": self.settings.optimizer.inexact(),
             }),
         )?);
         let logging = match self.settings.output.logging {
@@ -465,7 +465,7 @@ impl Run<'_> {
         let memory = account::memory(self.engine.manager(), self.world, steps, step_seconds);
         memory.write(directory)?;
         let mut results = trained.values();
-        results.extend(self.settings.optimizer.clip.inexact().map(|why| ("inexact".into(), json!(why))));
+        results.extend(self.settings.optimizer.inexact().map(|why| ("inexact".into(), json!(why))));
         log::write_results(directory, "train", &results)?;
         if let Some((_, found)) = self.evaluated {
             let values = BTreeMap::from([

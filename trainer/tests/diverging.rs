@@ -3,19 +3,13 @@
 #[path = "support/binary.rs"]
 mod binary;
 
-use binary::{accepts, folder, number, output};
+use binary::{accepts, folder_with_text, number, output};
 use std::path::Path;
 
 const TRAIN: &str = "train --config model.json --data text.txt --max_length 16 --batch_size 2 --lr_scheduler_type constant \
                      --backend cpu --device_memory 8MiB --host_memory 8MiB --output_dir out";
 /// After one update the weights are of no use: no later norm is finite.
 const RUIN: &str = "--lr 1e30";
-
-fn prepared() -> tempfile::TempDir {
-    let folder = folder();
-    std::fs::write(folder.path().join("text.txt"), "The quick brown fox jumps over the lazy dog. ".repeat(40)).unwrap();
-    folder
-}
 
 /// Exit code, standard output and error.
 fn ends(folder: &Path, words: &str) -> (Option<i32>, String, String) {
@@ -36,7 +30,7 @@ fn checkpoints(folder: &Path) -> Vec<String> {
 /// It ends with an error after ten steps without an update; what was saved before stays, and the run goes on from there.
 #[test]
 fn a_run_that_diverges_ends_and_keeps_what_was_good() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     accepts(folder, &format!("{TRAIN} --max_steps 4 --save_steps 2 --save_total_limit 2"), None);
     let weights = || std::fs::read(folder.join("out/model/model.safetensors")).unwrap();
@@ -65,7 +59,7 @@ fn a_run_that_diverges_ends_and_keeps_what_was_good() {
 /// One too short for that ends with an error all the same: its weights are of no use. The report is written.
 #[test]
 fn a_short_run_that_diverges_leaves_no_model() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     let (code, out, err) = ends(folder, &format!("{TRAIN} --max_steps 3 {RUIN} --save_steps 3"));
     assert_eq!(code, Some(1), "{err}");
@@ -82,7 +76,7 @@ fn a_short_run_that_diverges_leaves_no_model() {
 /// A loss scale that nothing survives: the weights stay as they were, which is said, and it does not go on for ever.
 #[test]
 fn a_loss_scale_beyond_sense() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     let fp16 = format!("{TRAIN} --fp16 --loss_scale 1e30");
     let (code, out, err) = ends(folder, &format!("{fp16} --max_steps 50 --save_steps 0"));

@@ -3,17 +3,11 @@
 #[path = "support/binary.rs"]
 mod binary;
 
-use binary::{accepts, folder, output, refuses};
+use binary::{accepts, folder_with_text, output, refuses};
 use std::path::Path;
 
 const TRAIN: &str = "train --config model.json --data text.txt --max_length 16 --batch_size 2 --backend cpu \
                      --device_memory 8MiB --host_memory 8MiB --output_dir out --max_steps 2";
-
-fn prepared() -> tempfile::TempDir {
-    let folder = folder();
-    std::fs::write(folder.path().join("text.txt"), "The quick brown fox jumps over the lazy dog. ".repeat(40)).unwrap();
-    folder
-}
 
 /// The last line on standard error of a command that ends with `code`.
 #[track_caller]
@@ -27,7 +21,7 @@ fn last_line(folder: &Path, words: &str, code: i32) -> String {
 /// A shape that would take all memory before it could be refused for its size.
 #[test]
 fn a_shape_with_a_digit_too_many() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     let shape = std::fs::read_to_string(folder.join("model.json")).unwrap();
     std::fs::write(
@@ -43,7 +37,7 @@ fn a_shape_with_a_digit_too_many() {
 
 #[test]
 fn flags_of_another_command() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     let said = refuses(folder, "export run out --output_dir out");
     assert!(said.contains("unknown flag --output_dir") && said.contains("`castor export --help`"), "{said}");
@@ -58,7 +52,7 @@ fn flags_of_another_command() {
 
 #[test]
 fn a_run_or_its_checkpoint_as_a_model() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     accepts(folder, &format!("{TRAIN} --save_steps 2"), None);
     let of = |model: &str| refuses(folder, &TRAIN.replace("--config model.json", &format!("--model {model}")));
@@ -74,7 +68,7 @@ fn a_run_or_its_checkpoint_as_a_model() {
 
 #[test]
 fn values_out_of_range_say_the_range() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     for (flags, says) in [
         ("--num_epochs 1e18", "--num_epochs is 1e18; a number above 0 and below 1000000000"),
@@ -94,7 +88,7 @@ fn values_out_of_range_say_the_range() {
 /// A snapshot that does not fit is one user of memory, and the way out is named.
 #[test]
 fn a_snapshot_that_does_not_fit() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     let said = last_line(folder, &format!("{TRAIN} --save_steps 2 --async_save on --host_memory 100KiB"), 3);
     let users = said.split("largest users: ").nth(1).unwrap();
@@ -107,7 +101,7 @@ fn a_snapshot_that_does_not_fit() {
 /// Flags that nothing reads are accepted with a line, or refused where one can only be a mistake.
 #[test]
 fn flags_without_effect() {
-    let folder = prepared();
+    let folder = folder_with_text();
     let folder = folder.path();
     let notices = |flags: &str| {
         let output = output(folder, &format!("{TRAIN} {flags}"), None);

@@ -3,7 +3,7 @@
 #[path = "support/binary.rs"]
 mod binary;
 
-use binary::folder;
+use binary::folder_with_text;
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -16,9 +16,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 #[test]
 fn what_was_ignored_at_the_start_stays_so_but_for_term() {
     for launcher in ["", "run --nproc_per_node 2 "] {
-        let folder = folder();
+        let folder = folder_with_text();
         let folder = folder.path();
-        std::fs::write(folder.join("text.txt"), "The quick brown fox jumps over the lazy dog. ".repeat(40)).unwrap();
         let words = format!(
             "{launcher}train --config model.json --data text.txt --max_length 16 --backend cpu --device_memory 8MiB \
              --host_memory 8MiB --output_dir out --max_steps 1000000 --logging_steps 1000000"

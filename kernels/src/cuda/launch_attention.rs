@@ -27,6 +27,21 @@ struct Shape {
 // SAFETY: the fields and order of the sources' Shape.
 unsafe impl Argument for Shape {}
 
+impl Shape {
+    /// Of a call on these views.
+    fn of(shape: Attention, views: &[Ptr]) -> Shape {
+        Shape {
+            sequence: shape.sequence as u32,
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            packed: shape.packed() as u32,
+            aligned: u32::from(shape.head_dim.is_multiple_of(8) && aligned(views)),
+            scale: 1.0 / (shape.head_dim as f32).sqrt(),
+        }
+    }
+}
+
 /// `Matrix` of attention_plain.cu: strides in elements.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -65,12 +80,6 @@ const LEFT_UPPER: u32 = 3;
 /// Largest head dimension of the fused kernels.
 const LARGEST_HEAD: u64 = 256;
 
-/// The operands of one call.
-struct Operands<'a> {
-    all: &'a [Ptr],
-    shape: Attention,
-}
-
 /// What a kernel without masks is given in the place of starts.
 fn address(starts: Option<Ptr>) -> u64 {
     starts.map_or(0, |starts| starts.address)
@@ -91,21 +100,6 @@ fn ordered_scratch(shape: Attention, head: u32) -> [u64; 3] {
     let sums = (shape.tokens() * shape.heads * 4).next_multiple_of(256);
     let turns = sums + tiles * STEP_QUERIES * u64::from(head) * 4;
     [sums, turns, turns + (1 + tiles) * 4]
-}
-
-impl Operands<'_> {
-    fn packed(&self) -> Shape {
-        let shape = self.shape;
-        Shape {
-            sequence: shape.sequence as u32,
-            heads: shape.heads as u32,
-            kv_heads: shape.kv_heads as u32,
-            head_dim: shape.head_dim as u32,
-            packed: shape.packed() as u32,
-            aligned: u32::from(shape.head_dim.is_multiple_of(8) && aligned(self.all)),
-            scale: 1.0 / (shape.head_dim as f32).sqrt(),
-        }
-    }
 }
 
 impl Launcher {
@@ -136,7 +130,7 @@ impl Launcher {
             threads: 128,
             shared: program.shared_bytes(kernel, shape.head_dim as u32),
         };
-        let values = Operands { all: &[qkv, out], shape }.packed();
+        let values = Shape::of(shape, &[qkv, out]);
         // SAFETY: attention_forward(qkv, out, stats, starts, shape).
         unsafe {
             self.modules.launch(
@@ -166,7 +160,7 @@ impl Launcher {
             return self.plain_backward(stream, qkv, starts, out, stats, d_out, d_qkv, scratch, shape);
         }
         let program = self.fused_program(dtype, shape, starts.is_some())?;
-        let values = Operands { all: &[qkv, d_out, d_qkv], shape }.packed();
+        let values = Shape::of(shape, &[qkv, d_out, d_qkv]);
         let all_rows = shape.tokens() * shape.heads;
         // SAFETY: attention_delta(out, d_out, delta, shape, rows); `scratch` begins with f32 [B,H,S].
         unsafe {

@@ -141,9 +141,7 @@ impl Cuda {
         if let Some(link) = link.as_ref().filter(|link| link.world() > 1) {
             let made = Arc::new(nccl::Nccl::new(&context, link)?);
             watcher = Some(Watcher::start(link.clone(), made.clone(), failures.clone(), options.last_resort)?);
-            let collective = marks.stream(Stream::Collective);
-            let ready = made.join(link).and_then(|()| made.warm_up(&context, collective, u64::from(link.shards())));
-            if let Err(error) = ready {
+            if let Err(error) = made.join(&context, link, marks.stream(Stream::Collective)) {
                 let error = watch::traced(error, link);
                 made.abort(&error);
                 return Err(error);

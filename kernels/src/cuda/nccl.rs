@@ -61,7 +61,7 @@ pub(crate) struct Nccl {
     comms: Mutex<Result<Vec<Comm>>>,
     /// In the order of [`Among`]: which communicator; none among oneself alone.
     of: [Option<usize>; 3],
-    /// Whether all are made.
+    /// Whether [`Nccl::join`] is over.
     joined: AtomicBool,
     progress: Progress,
     rank: u32,
@@ -110,8 +110,9 @@ impl Nccl {
         })
     }
 
-    /// Joins the ranks of `link`. Blocks until all have come.
-    pub(crate) fn join(&self, link: &Link) -> Result<()> {
+    /// Joins the ranks of `link`: makes the communicators and has them warm up on `stream`, for only then NCCL connects
+    /// them. Blocks until all have come.
+    pub(crate) fn join(&self, context: &Arc<CudaContext>, link: &Link, stream: CUstream) -> Result<()> {
         let mut made = 0;
         for among in [Among::All, Among::Shards, Among::Replicas] {
             if self.of[among as usize] == Some(made) {
@@ -119,13 +120,14 @@ impl Nccl {
                 made += 1;
             }
         }
+        self.warm_up(context, u64::from(link.shards()), stream)?;
         self.joined.store(true, Ordering::Relaxed);
         Ok(())
     }
 
     /// Has every kind of collective done once on `stream`, in all types that ranks sum, and waits. NCCL takes memory of
     /// the device for each when it first comes, and later the arena has left none.
-    pub(crate) fn warm_up(&self, context: &Arc<CudaContext>, stream: CUstream, shards: u64) -> Result<()> {
+    fn warm_up(&self, context: &Arc<CudaContext>, shards: u64, stream: CUstream) -> Result<()> {
         let largest = WARM_UP[WARM_UP.len() - 1];
         let memory = DeviceArena::new(context, 2 * largest)?;
         // SAFETY: the memory just taken, on the stream that the collectives are given next.

@@ -37,7 +37,7 @@ const WHOSE: Duration = Duration::from_secs(1);
 /// Most of the deadline that is kept for the roll call.
 const ROLL_CALL: Duration = Duration::from_secs(10);
 
-/// The least that the making of communicators may take: it is slow where the driver is cold.
+/// The least that each step of [`Nccl::join`] may take: it is slow where the driver is cold.
 const START: Duration = Duration::from_secs(60);
 
 /// How long the communicators and the driver have to let the thread of the steps go.

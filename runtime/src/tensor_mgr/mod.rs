@@ -131,6 +131,7 @@ impl StatefulTensorMgr {
             let home = carve(tier, Category::home(id.role()), layout.stored_bytes(id));
             chunks[id.index()] = Some(Chunk::new(id, home));
         }
+        // A gradient without a home has an empty one, off the device: it is used through copies alone.
         for gradient in layout.group_ids().map(|group| group.chunk(Role::Gradient)) {
             chunks[gradient.index()].get_or_insert_with(|| Chunk::new(gradient, Span::new(Tier::Host, 0, 0)));
         }
@@ -496,7 +497,7 @@ impl StatefulTensorMgr {
         let due = if copy.is_none_or(stays) { due } else { u64::MAX };
         let state = self.chunk_mut(chunk);
         state.release(access, access.writes().then_some(written), used, due);
-        // After a reduction over ranks the copy holds sums only in part.
+        // After a reduction over ranks the copy holds sums only in part; what has no home is gone with its lease.
         let in_part = matches!(access, Access::Produce(part) if part.ends()) && self.layout.world > 1;
         if copy.is_some() && (in_part || access == Access::Transient) {
             self.drop_copy(chunk);

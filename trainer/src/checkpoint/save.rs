@@ -146,11 +146,13 @@ impl Saver {
 
     /// Where a run that failed can go on from, as is said to the user.
     pub fn way_back(&self) -> String {
-        match self.saved.or(self.begun).map(|step| folder::of_step(&self.run_dir, step)) {
-            Some(folder) if folder.exists() => {
+        // What is there, and not what was begun: a save in flight may not have ended.
+        match folder::steps(&self.run_dir).unwrap_or_default().last() {
+            Some(step) => {
+                let folder = folder::of_step(&self.run_dir, *step);
                 format!("the last checkpoint is {}, and --resume latest goes on from it", folder.display())
             }
-            _ => "no checkpoint was saved to go on from (--save_steps)".into(),
+            None => "no checkpoint was saved to go on from (--save_steps)".into(),
         }
     }
 

@@ -112,16 +112,6 @@ impl RunLog {
         self.line(&Line::Footer { results })
     }
 
-    /// The tokenizer that the last session in a folder had, `bytes` or a path, where its header says so.
-    pub fn tokenizer(run_dir: &Path) -> Option<String> {
-        let text = std::fs::read_to_string(run_dir.join(FILE)).ok()?;
-        let header = text.lines().rev().find_map(|line| match serde_json::from_str(line) {
-            Ok(Line::Header { run }) => Some(run),
-            _ => None,
-        })?;
-        header["tokenizer"].as_str().map(str::to_owned)
-    }
-
     fn line(&mut self, line: &Line) -> Result<()> {
         let failed =
             |reason: String| Error::Failed(format!("{}: a line cannot be written: {reason}", self.path.display()));
@@ -230,6 +220,11 @@ impl Run {
     /// What the user chose that makes results inexact, if anything.
     pub fn inexact(&self) -> Option<&str> {
         self.header.get("inexact")?.as_str()
+    }
+
+    /// The tokenizer that the last session had, `bytes` or a path, if it is known.
+    pub fn tokenizer(&self) -> Option<&str> {
+        self.header.get("tokenizer")?.as_str()
     }
 
     /// How often the run was saved, the seconds that took in all, and for how many of those it waited.

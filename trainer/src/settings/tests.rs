@@ -86,6 +86,7 @@ fn refusals_name_key_value_and_place() {
     refused("initial_scale = 0.5", &["--initial_scale is 0.5", "between"]);
     refused("gradient_dtype = \"bf16\"", &["--gradient_dtype is bf16", "--mixed_precision bf16", "that is no"]);
     refused("gradient_dtype = \"bf16\"\nfp16 = true", &["--gradient_dtype is bf16", "that is fp16"]);
+    refused("clip = \"lagged\"\nfp16 = true", &["--clip lagged", "--mixed_precision bf16"]);
     refused("recompute = \"ful\"", &["did you mean full?"]);
     let missing = read("", &[]).unwrap().0.model_shape().unwrap_err();
     assert!(missing.to_string().contains("no model"), "{missing}");
@@ -98,6 +99,15 @@ fn defaults_that_are_given_ask_for_nothing() {
     assert!(settings.notices.is_empty(), "{:?}", settings.notices);
     let (settings, _) = read("loss_scale = 128.0\nsophia_rho = 0.1", &[]).unwrap();
     assert_eq!(settings.notices.len(), 2, "{:?}", settings.notices);
+}
+
+/// What makes results inexact is said, and said only where it does.
+#[test]
+fn clipping_by_another_norm_is_spoken_of() {
+    for (toml, said) in [("clip = \"lagged\"", 1), ("clip = \"lagged\"\ngrad_clip = 0", 0), ("clip = \"exact\"", 0)] {
+        let notices = read(toml, &[]).unwrap().0.notices;
+        assert_eq!(notices.iter().filter(|line| line.starts_with("inexact by choice: ")).count(), said, "{toml}");
+    }
 }
 
 #[test]

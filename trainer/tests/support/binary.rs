@@ -48,3 +48,10 @@ pub fn folder() -> tempfile::TempDir {
     std::fs::write(folder.path().join("model.json"), shape).unwrap();
     folder
 }
+
+/// As [`folder`], with a text to train on, `text.txt`.
+pub fn folder_with_text() -> tempfile::TempDir {
+    let folder = folder();
+    std::fs::write(folder.path().join("text.txt"), "The quick brown fox jumps over the lazy dog. ".repeat(40)).unwrap();
+    folder
+}
