@@ -146,6 +146,22 @@ pub fn q8_second_value(code: u8, scale: f32) -> f32 {
     root * root
 }
 
+/// Runs `work` compiled for AVX2 where the machine has it. The bits stay the same: Rust never contracts
+/// or reorders floating point, wider registers only do more lanes at once.
+#[inline(always)]
+pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
+    #[target_feature(enable = "avx2")]
+    fn with_avx2<R>(work: impl FnOnce() -> R) -> R {
+        work()
+    }
+    if std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has AVX2, as just checked.
+        unsafe { with_avx2(work) }
+    } else {
+        work()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -25,7 +25,7 @@ pub fn normal(seed: u64, counter: u64) -> f32 {
 
 /// Standard normal numbers: elements `first ..` of the sequence `seed`. Host only: initial weights.
 pub fn fill_normal(seed: u64, first: u64, out: &mut [f32]) {
-    crate::cpu::ops::vectorised(|| {
+    crate::numeric::vectorised(|| {
         let mut block = [0.0; 2 * PAIRS];
         let (mut at, mut begin) = (0, (first % 2) as usize);
         while at < out.len() {

@@ -74,7 +74,10 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     let parameters = config.parameters();
     let (blueprint, plan, estimate, said) = of(settings, config.clone())?;
     if wanted.json {
-        println!("{}", as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters));
+        println!(
+            "{}",
+            as_value(&blueprint, &plan, &estimate, &hardware.rates, parameters, settings.optimizer.inexact())
+        );
         return Ok(());
     }
     for notice in settings.notices.iter().chain(&notices).chain(&hardware.notices).chain(&said) {
@@ -180,6 +183,7 @@ fn as_value(
     estimate: &Estimate,
     rates: &Rates,
     parameters: u64,
+    inexact: Option<&str>,
 ) -> serde_json::Value {
     let layout = blueprint.layout();
     let tiers = Tier::ALL.map(|tier| {
@@ -217,7 +221,7 @@ fn as_value(
         "estimated_compute_s": estimate.time.compute_s,
         "bound": estimate.bound(),
         "rates": rates,
-        "inexact": blueprint.options().clip.inexact(),
+        "inexact": inexact,
         "chunks": homes,
     })
 }

@@ -134,7 +134,7 @@ impl Nccl {
         check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(memory.base, 0, memory.bytes as usize, stream) })?;
         for bytes in WARM_UP {
             for dtype in [DType::F32, DType::F64, DType::Bf16, DType::F16] {
-                let elements = bytes / dtype.bytes(1) / shards * shards;
+                let elements = (bytes / dtype.bytes(1)).next_multiple_of(shards);
                 let full = Ptr { address: memory.base, dtype, elements };
                 let shard = Ptr { address: memory.base + largest, dtype, elements: elements / shards };
                 for among in [Among::All, Among::Shards, Among::Replicas] {

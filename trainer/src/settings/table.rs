@@ -91,7 +91,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(OPTIMIZER, "adam_beta2", None, &[], Value, "", "β2 alone"),
     flag(OPTIMIZER, "eps", None, &["adam_epsilon"], Value, "1e-8", "ε of AdamW"),
     flag(OPTIMIZER, "grad_clip", None, &["max_grad_norm", "gradient_clipping"], Value, "1.0", "Largest global gradient norm; 0: no clipping"),
-    flag(OPTIMIZER, "clip", None, &[], Value, "exact", "Clip by this step's own norm (exact), or by the last step's (lagged): inexact, but gradients need no memory"),
+    flag(OPTIMIZER, "clip", None, &[], Value, "exact", "Clip by this step's own norm (exact), or by the last step's (lagged): inexact, but gradients that are final at once need no memory"),
     flag(OPTIMIZER, "sophia_rho", None, &["rho"], Value, "0.04", "ρ of Sophia"),
     flag(OPTIMIZER, "hessian_interval", None, &[], Value, "10", "Updates between Sophia's Hessian estimates"),
     flag(OPTIMIZER, "lr_scheduler_type", None, &["lr_scheduler"], Value, "linear", "linear, cosine or constant"),

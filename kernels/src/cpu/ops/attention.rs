@@ -7,7 +7,8 @@
 //! turn, tokens ascending.
 
 use super::matrix::{Matrix, multiply};
-use super::{Element, dot, exp, vectorised, with_scratch};
+use super::{Element, dot, exp, with_scratch};
+use crate::numeric::vectorised;
 use rayon::prelude::*;
 
 /// Queries and keys of a tile.

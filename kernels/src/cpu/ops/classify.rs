@@ -1,6 +1,7 @@
 //! Cross entropy over the vocabulary, its gradient in place, and targets drawn from the model itself.
 
-use super::{Element, exp, vectorised, with_scratch};
+use super::{Element, exp, with_scratch};
+use crate::numeric::vectorised;
 use crate::ops::{Classify, IGNORED};
 use crate::rng;
 use rayon::prelude::*;

@@ -1,6 +1,7 @@
 //! Zeroing, conversion between compute types, and sums of two.
 
-use super::{Element, vectorised};
+use super::Element;
+use crate::numeric::vectorised;
 use rayon::prelude::*;
 
 /// Elements that one task handles.

@@ -21,6 +21,7 @@ pub mod swiglu;
 pub mod update;
 
 use crate::DType;
+use crate::numeric::vectorised;
 use crate::ops::Into;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -154,22 +155,6 @@ pub fn store<T: Element>(result: &[f32], target: &mut [T], into: Into) {
                 *t = T::narrow(t.widen() + r);
             }
         }
-    }
-}
-
-/// Runs `work` compiled for AVX2 where the machine has it. The bits stay the same: Rust never contracts
-/// or reorders floating point, wider registers only do more lanes at once.
-#[inline(always)]
-pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
-    #[target_feature(enable = "avx2")]
-    fn with_avx2<R>(work: impl FnOnce() -> R) -> R {
-        work()
-    }
-    if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has AVX2, as just checked.
-        unsafe { with_avx2(work) }
-    } else {
-        work()
     }
 }
 

@@ -1,7 +1,8 @@
 //! RMS norm and its gradient.
 
 use super::reduce::column_sums;
-use super::{Element, dot, store, vectorised, with_scratch};
+use super::{Element, dot, store, with_scratch};
+use crate::numeric::vectorised;
 use crate::ops::Into;
 use rayon::prelude::*;
 

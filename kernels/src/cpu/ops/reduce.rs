@@ -1,6 +1,7 @@
 //! Sums with a fixed order: over all elements, over the rows of a matrix, and the closing of the norm.
 
-use super::{Element, store, vectorised};
+use super::{Element, store};
+use crate::numeric::vectorised;
 use crate::ops::{Into, control};
 use rayon::prelude::*;
 use std::ops::Range;

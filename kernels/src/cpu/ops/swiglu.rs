@@ -1,6 +1,7 @@
 //! The gated activation and its gradient.
 
-use super::{Element, sigmoid, vectorised, with_scratch};
+use super::{Element, sigmoid, with_scratch};
+use crate::numeric::vectorised;
 use rayon::prelude::*;
 
 /// Where [`backward`] finds the gradient and leaves the forward's result.

@@ -4,8 +4,8 @@
 //! bits. Each block is widened to f32 on the stack, updated as [`crate::numeric`] says, and written back.
 
 use super::moments::{BLOCK, Gradient, Moment, Weights, Which};
-use super::vectorised;
 use crate::numeric;
+use crate::numeric::vectorised;
 use crate::ops::Update;
 
 /// Elements below which a split is not worth a task.
