@@ -48,11 +48,15 @@ pub enum Clip {
 }
 
 impl Clip {
-    /// What every report says of it, if results are not those of clipping by a step's own norm.
-    pub const fn inexact(self) -> Option<&'static str> {
-        match self {
-            Clip::Exact => None,
-            Clip::Lagged => Some("gradients are clipped by the norm of the step before (--clip lagged)"),
+    /// What every report says of it, if results are not those of clipping by a step's own norm. `clips`: whether there is
+    /// a norm to clip to.
+    pub const fn inexact(self, clips: bool) -> Option<&'static str> {
+        match (self, clips) {
+            (Clip::Exact, _) => None,
+            (Clip::Lagged, true) => Some("gradients are clipped by the norm of the step before (--clip lagged)"),
+            (Clip::Lagged, false) => {
+                Some("where a gradient is not finite, only its own group is not updated (--clip lagged)")
+            }
         }
     }
 }

@@ -90,6 +90,13 @@ pub struct OptimizerSettings {
     pub hessian_interval: u64,
 }
 
+impl OptimizerSettings {
+    /// See [`Clip::inexact`].
+    pub fn inexact(&self) -> Option<&'static str> {
+        self.clip.inexact(self.grad_clip.is_some())
+    }
+}
+
 /// Update rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OptimizerKind {

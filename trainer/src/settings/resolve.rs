@@ -35,7 +35,7 @@ impl Settings {
                 "--clip lagged updates before it is known whether fp16 overflowed; use --mixed_precision bf16, or --clip exact".into(),
             ));
         }
-        notices.extend(optimizer.clip.inexact().map(|why| format!("inexact by choice: {why}")));
+        notices.extend(optimizer.inexact().map(|why| format!("inexact by choice: {why}")));
         let mut settings = Settings {
             model_config: path(raw, "model_config"),
             model: path(raw, "model"),
