@@ -143,25 +143,33 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
         let step_s = Estimate::of(&plan).time.step_s;
         Ok(Fitting { step_s, window_bytes: plan.placement.window_bytes, way })
     };
-    let (mut fitting, mut refusal): (Vec<Fitting>, _) = (Vec::new(), None);
+    let (mut fitting, mut refused, mut refusal): (Vec<Fitting>, Vec<Way>, _) = (Vec::new(), Vec::new(), None);
     for (floor_s, way) in ways {
         if fitting.iter().any(|fitting| fitting.step_s <= floor_s * 1.001) {
             break;
         }
-        match compare(way) {
+        match compare(way.clone()) {
             Ok(fits) => fitting.push(fits),
             // The last refusal is that of the plan that computes most again, and so takes the least memory.
-            Err(error @ Error::DoesNotFit(_)) => refusal = Some(error),
+            Err(error @ Error::DoesNotFit(_)) => {
+                refusal = Some(error);
+                refused.push(way);
+            }
             Err(other) => return Err(other),
         }
+    }
+    let resizes = matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto);
+    let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
+    // What has no room beside the usual window may have it beside a smaller one.
+    if fitting.is_empty() && resizes {
+        fitting.extend(refused.into_iter().flat_map(smaller).filter_map(|way| compare(way).ok()));
     }
     let sort = |fitting: &mut Vec<Fitting>| fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
     sort(&mut fitting);
     let waits = |fitting: &&Fitting| fitting.step_s > 1.005 * fitting.way.floor_s(hardware);
     // A smaller window leaves more room for homes; the best are tried with that too.
-    if matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
+    if resizes {
         let best: Vec<Way> = fitting.iter().take(3).filter(waits).map(|best| best.way.clone()).collect();
-        let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
         fitting.extend(best.into_iter().flat_map(smaller).filter_map(|way| compare(way).ok()));
         sort(&mut fitting);
     }

@@ -72,6 +72,9 @@ pub struct Progress {
     /// The last gradient norm that was finite.
     #[serde(default)]
     pub norm: Option<f32>,
+    /// Whether any step was one of [`Clip::Lagged`].
+    #[serde(default)]
+    pub lagged: bool,
     /// The loss scale.
     pub loss_scale: LossScale,
 }
@@ -184,6 +187,7 @@ impl Engine {
                     not_finite: 0,
                     nothing_counts: 0,
                     norm: None,
+                    lagged: false,
                     loss_scale: LossScale::new(options.loss_scale),
                 },
                 pending: None,
@@ -257,6 +261,7 @@ impl Engine {
         pass.norm(if lagged { 0.0 } else { max_norm }, scale, self.inputs.control())?;
         pass.end()?;
         self.due = (!lagged).then(|| Due { update: optimizer.update(lr, self.track.progress.applied), seed });
+        self.track.progress.lagged |= lagged;
         let ticket = self.inputs.read_back(ops)?;
         self.begun(lr, inputs.tokens, Some(ticket));
         Ok(previous)

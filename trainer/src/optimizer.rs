@@ -47,6 +47,20 @@ pub enum Clip {
     Lagged,
 }
 
+impl Clip {
+    /// What every report says of it, if results are not those of clipping by a step's own norm. `clips`: whether there is
+    /// a norm to clip to.
+    pub const fn inexact(self, clips: bool) -> Option<&'static str> {
+        match (self, clips) {
+            (Clip::Exact, _) => None,
+            (Clip::Lagged, true) => Some("gradients are clipped by the norm of the step before (--clip lagged)"),
+            (Clip::Lagged, false) => {
+                Some("where a gradient is not finite, only its own group is not updated (--clip lagged)")
+            }
+        }
+    }
+}
+
 impl Optimizer {
     /// The update with learning rate `lr` after `applied` updates were made.
     pub fn update(&self, lr: f64, applied: u64) -> Update {

@@ -92,10 +92,9 @@ pub struct OptimizerSettings {
 }
 
 impl OptimizerSettings {
-    /// What every report says, if results are not those of clipping by a step's own norm.
+    /// See [`Clip::inexact`].
     pub fn inexact(&self) -> Option<&'static str> {
-        let lagged = self.clip == Clip::Lagged && self.grad_clip.is_some();
-        lagged.then_some("gradients are clipped by the norm of the step before (--clip lagged)")
+        self.clip.inexact(self.grad_clip.is_some())
     }
 }
 

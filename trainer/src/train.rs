@@ -262,7 +262,7 @@ impl Run<'_> {
                 "parameters": self.config.parameters(),
                 "steps": self.steps,
                 "tokenizer": self.tokenizer(),
-                "inexact": self.settings.optimizer.inexact(),
+                "inexact": self.inexact(),
             }),
         )?);
         let logging = match self.settings.output.logging {
@@ -273,6 +273,13 @@ impl Run<'_> {
         let shown = progress::Budgets { device: budgets.device, host: budgets.host, nvme: budgets.nvme };
         self.progress = Progress::start(self.steps, self.begun, logging, shown);
         Ok(())
+    }
+
+    /// What makes results inexact, in this session or one that it goes on from.
+    fn inexact(&self) -> Option<&'static str> {
+        let before = self.engine.progress().lagged;
+        let of_before = before.then_some("gradients of earlier sessions were clipped by the norm of the step before");
+        self.settings.optimizer.inexact().or(of_before)
     }
 
     /// What `castor sample` finds the tokenizer by: `bytes`, or its whole path. Of token files one that was not named is
@@ -465,7 +472,7 @@ impl Run<'_> {
         let memory = account::memory(self.engine.manager(), self.world, steps, step_seconds);
         memory.write(directory)?;
         let mut results = trained.values();
-        results.extend(self.settings.optimizer.inexact().map(|why| ("inexact".into(), json!(why))));
+        results.extend(self.inexact().map(|why| ("inexact".into(), json!(why))));
         log::write_results(directory, "train", &results)?;
         if let Some((_, found)) = self.evaluated {
             let values = BTreeMap::from([

@@ -114,6 +114,9 @@ fn flags_without_effect() {
         ("--bf16 --hysteresis 4", "--hysteresis 4 is accepted and changes nothing"),
         ("--sophia_rho 0.1", "--sophia_rho 0.1 is accepted and changes nothing: only --optimizer sophia"),
         ("--min_lr_ratio 0.1", "--min_lr_ratio 0.1 is accepted and changes nothing"),
+        ("--data_seed 3 --shuffle false", "--data_seed 3 is accepted and changes nothing"),
+        ("--save_total_limit 2", "--save_total_limit 2 is accepted and changes nothing: the run saves no checkpoint"),
+        ("--async_save on", "--async_save on is accepted and changes nothing"),
         ("--token_format llmc", "--token_format is accepted and changes nothing: there is text only"),
     ] {
         let said = notices(flags);

@@ -26,6 +26,26 @@ fn what_fits_goes_on_fitting() {
     }
 }
 
+/// What the usual window leaves no room for is not refused while a smaller one would do, and runs.
+#[test]
+fn a_model_that_fits_beside_a_small_window() {
+    let folder = Folder::new();
+    let train =
+        "train --model_config model.json --data text.txt --max_length 16 --max_steps 2 --backend cpu --no_save_model";
+    for (clip, host) in [("exact", "600KiB"), ("lagged", "500KiB")] {
+        let budgets = format!("--device_memory 1000KiB --host_memory {host}");
+        let losses = |more: &str| {
+            folder.accepts(&format!("{train} --clip {clip} {more} --output_dir out"));
+            let log = std::fs::read_to_string(folder.path("out/train_log.jsonl")).unwrap();
+            std::fs::remove_dir_all(folder.path("out")).unwrap();
+            let steps = log.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+            steps.filter(|line| line["kind"] == "step").map(|line| line["loss"].clone()).collect::<Vec<_>>()
+        };
+        let here = losses("");
+        assert!(here.len() == 2 && here == losses(&budgets), "{clip}: the same losses");
+    }
+}
+
 /// What a plan writes to the disk is what the drive wears by; how long that lasts follows from the step's time.
 #[test]
 fn a_plan_says_how_long_a_drive_lasts() {

@@ -209,11 +209,32 @@ fn a_save_that_does_not_fit_leaves_the_one_before() {
         let output = limited.args(train.get_args()).current_dir(folder.path()).output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{name} {}", said(&output));
         assert!(said(&output).contains(".bin: write of"), "{name} {}", said(&output));
+        let way_back = format!("the last checkpoint is {name}/checkpoint-3, and --resume latest");
+        assert!(said(&output).contains(&way_back), "{name} {}", said(&output));
         assert_eq!(checkpoints(&run), ["checkpoint-3"], "{name}");
         succeeds(&mut castor(9));
         assert_eq!(checkpoints(&run), ["checkpoint-9"], "{name}");
         assert_eq!(losses(&run).len(), 9, "{name}");
     }
+}
+
+/// What was clipped by the norm of the step before stays marked when later steps are exact.
+#[test]
+fn inexact_steps_are_not_forgotten() {
+    let folder = tempfile::tempdir().unwrap();
+    prepare(folder.path());
+    let castor = |words: &str| succeeds(&mut castor(folder.path(), "run", &format!("--save_steps 2 --resume {words}")));
+    let first = castor("--max_steps 2 --clip lagged");
+    assert!(first.contains("inexact by choice: gradients are clipped by the norm of the step before"), "{first}");
+    let then = castor("--max_steps 4");
+    assert!(then.contains("clip was \"lagged\" in checkpoint-2 and is \"exact\" from here on"), "{then}");
+    let mark = "gradients of earlier sessions were clipped by the norm of the step before";
+    for file in ["train_results.json", "report.html", "train_log.jsonl"] {
+        let text = std::fs::read_to_string(folder.path().join("run").join(file)).unwrap();
+        assert!(text.contains(mark), "{file}: {text}");
+    }
+    let unclipped = castor("--max_steps 6 --clip lagged --grad_clip 0");
+    assert!(!unclipped.contains("are clipped"), "nothing is: {unclipped}");
 }
 
 #[test]

@@ -62,8 +62,7 @@ impl Facts {
         let free = json!({
             "schedule": options.schedule,
             "grad_clip": options.max_norm,
-            // Nothing where it is exact: checkpoints from before there was a choice go on without a word.
-            "clip": (options.clip != Clip::Exact).then_some(options.clip),
+            "clip": options.clip,
         });
         Facts { fixed: as_read(fixed), free: as_read(free) }
     }
@@ -88,7 +87,15 @@ impl Facts {
             };
             return Err(Error::Usage(format!("{checkpoint} has {path} {before} and this run has {now}{advice}")));
         }
-        let differing = differences(&self.free, &new.free).into_iter();
+        let mut free = self.free.clone();
+        if let Value::Object(facts) = &mut free {
+            // Of checkpoints from before there was a choice.
+            let clip = facts.entry("clip").or_insert(Value::Null);
+            if clip.is_null() {
+                *clip = json!(Clip::Exact);
+            }
+        }
+        let differing = differences(&free, &new.free).into_iter();
         Ok(differing
             .map(|(path, before, now)| format!("{path} was {before} in {checkpoint} and is {now} from here on"))
             .collect())

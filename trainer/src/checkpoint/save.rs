@@ -27,6 +27,8 @@ pub struct Saver {
     begun: Option<u64>,
     /// The step that this session saved last, or is saving.
     saved: Option<u64>,
+    /// The step that this session saved last and that is on disk.
+    on_disk: Option<u64>,
     /// Where the states are copied to; none while it is being written, and on ranks that write nothing.
     snapshot: Option<Snapshot>,
     in_flight: Option<InFlight>,
@@ -54,6 +56,7 @@ impl Saver {
             facts,
             begun,
             saved: None,
+            on_disk: None,
             snapshot: snapshot_of(engine)?,
             in_flight: None,
         })
@@ -114,6 +117,7 @@ impl Saver {
             match save.advance(&**engine.manager().backend(), &mut self.snapshot)? {
                 Advanced::Goes(save) => self.in_flight = Some(save),
                 Advanced::Saved(record, notices) => {
+                    self.on_disk = Some(record.step);
                     saved.records.push(record);
                     saved.notices = notices;
                 }

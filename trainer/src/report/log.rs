@@ -67,13 +67,15 @@ impl RunLog {
     /// `after` a step takes out first what is of later steps and will be again: each step is in the log once.
     ///
     /// # Errors
-    /// [`Error::Failed`] with path and reason.
+    /// [`Error::Failed`] with path and reason; [`Error::Usage`] if what is there is no log.
     pub fn begin(run_dir: &Path, after: Option<u64>, header: Value) -> Result<RunLog> {
         let path = run_dir.join(FILE);
         let failed =
             |error: std::io::Error| Error::Failed(format!("{} cannot be opened for writing: {error}", path.display()));
         std::fs::create_dir_all(run_dir).map_err(failed)?;
         take_out_later(&path, after)?;
+        // What no report could read at the end is refused before the first step.
+        RunLog::read(run_dir)?;
         let file = OpenOptions::new().create(true).append(true).open(&path).map_err(failed)?;
         let mut log = RunLog { file, path };
         log.line(&Line::Header { run: header })?;
@@ -132,7 +134,7 @@ impl RunLog {
         let text = match std::fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(Error::Usage(format!("{}: {error}", path.display()))),
+            Err(error) => return Err(Error::Usage(unreadable(&path, error))),
         };
         let mut run = Run::default();
         let (mut steps, mut evaluations) = (BTreeMap::new(), BTreeMap::new());
@@ -154,7 +156,8 @@ impl RunLog {
                 Ok(Line::Save(record)) => run.saves.push(record),
                 Err(_) if cut && index + 1 == lines.len() => {}
                 Err(error) => {
-                    return Err(Error::Usage(format!("{}, line {}: {error}", path.display(), index + 1)));
+                    let reason = format!("line {} is no line of a log ({error})", index + 1);
+                    return Err(Error::Usage(unreadable(&path, reason)));
                 }
             }
         }
@@ -162,6 +165,11 @@ impl RunLog {
         run.evaluations = evaluations.into_values().collect();
         Ok(Some(run))
     }
+}
+
+/// What is said of a log that cannot be read, and what helps.
+fn unreadable(path: &Path, reason: impl std::fmt::Display) -> String {
+    format!("{}: {reason}; move the file away, no run needs it to go on", path.display())
 }
 
 /// Takes out of the log at `path` what is of steps `after` that one, and a last line that a crash cut off. The file is
@@ -176,7 +184,7 @@ fn take_out_later(path: &Path, after: Option<u64>) -> Result<()> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed(path, error)),
+        Err(error) => return Err(Error::Usage(unreadable(path, error))),
     };
     let stays = |line: &&str| {
         let step = match serde_json::from_str(line) {
@@ -356,7 +364,12 @@ mod tests {
         assert_eq!(RunLog::read(folder.path()).unwrap().unwrap().steps.len(), 1);
         std::fs::write(&path, format!("{{\"kind\":\n{whole}")).unwrap();
         let message = RunLog::read(folder.path()).unwrap_err().to_string();
-        assert!(message.contains("train_log.jsonl, line 1"), "{message}");
+        assert!(message.contains("train_log.jsonl: line 1 is no line") && message.contains("move"), "{message}");
+        let begun = RunLog::begin(folder.path(), None, Value::Null);
+        assert_eq!(begun.err().map(|error| error.to_string()), Some(message), "before the first step");
+        std::fs::write(&path, [0xff, 0xfe]).unwrap();
+        let message = RunLog::begin(folder.path(), Some(1), Value::Null).err().unwrap().to_string();
+        assert!(message.contains("UTF-8; move the file away"), "{message}");
     }
 
     #[test]

@@ -1,14 +1,15 @@
 //! Flags that were given and change nothing, because what would read them is not chosen: one line each.
 
 use super::raw::{Origin, Raw};
-use super::{BackendKind, OptimizerKind, Precision, ScheduleKind, Settings};
+use super::{BackendKind, Every, OptimizerKind, Precision, ScheduleKind, Settings};
+use crate::data::Order;
 
 /// What to tell the user of flags without effect on a run of `settings`. A file of another trainer that says more than
 /// it uses is as its author wants it: only what the user typed, or wrote into a training TOML, is spoken of.
 pub(super) fn notices(raw: &Raw, settings: &Settings) -> Vec<String> {
     let fp16 = settings.precision.compute == Precision::Fp16;
     let adamw = settings.optimizer.kind == OptimizerKind::AdamW;
-    let rules: [(&[&str], bool, &str); 5] = [
+    let rules: [(&[&str], bool, &str); 7] = [
         (
             &["loss_scale", "initial_scale", "min_scale", "max_scale", "growth_interval", "hysteresis"],
             fp16,
@@ -21,6 +22,12 @@ pub(super) fn notices(raw: &Raw, settings: &Settings) -> Vec<String> {
             settings.schedule.kind == ScheduleKind::Cosine,
             "only --lr_scheduler_type cosine ends above 0",
         ),
+        (
+            &["save_total_limit", "async_save"],
+            settings.output.save != Every::Never,
+            "the run saves no checkpoint without --save_steps",
+        ),
+        (&["data_seed"], settings.order != Order::Sequential, "the rows are not shuffled"),
         (
             &["emulated_h2d_gbps", "emulated_d2h_gbps", "emulated_nvme_read_gbps", "emulated_nvme_write_gbps"],
             settings.backend.kind != BackendKind::Cuda,
