@@ -50,7 +50,7 @@ impl StatefulTensorMgr {
     /// Gives a lease on `chunk`; operators issued from now on may use it.
     ///
     /// # Errors
-    /// [`Error::OutOfRoom`] if the window cannot hold it; the backend's if a move fails.
+    /// [`crate::Error::OutOfRoom`] if the window cannot hold it; the backend's if a move fails.
     pub fn acquire(&mut self, chunk: ChunkId, access: Access) -> Result<Lease> {
         let tick = self.tick.expect("acquire happens within a pass");
         let partial = matches!(access, Access::Produce(part) if part != Part::Only);
