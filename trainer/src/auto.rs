@@ -158,19 +158,16 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
             Err(other) => return Err(other),
         }
     }
-    let resizes = matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto);
-    let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
-    // What has no room beside the usual window may have it beside a smaller one.
-    if fitting.is_empty() && resizes {
-        fitting.extend(refused.into_iter().flat_map(smaller).filter_map(|way| compare(way).ok()));
-    }
     let sort = |fitting: &mut Vec<Fitting>| fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
     sort(&mut fitting);
     let waits = |fitting: &&Fitting| fitting.step_s > 1.005 * fitting.way.floor_s(hardware);
-    // A smaller window leaves more room for homes; the best are tried with that too.
-    if resizes {
-        let best: Vec<Way> = fitting.iter().take(3).filter(waits).map(|best| best.way.clone()).collect();
-        fitting.extend(best.into_iter().flat_map(smaller).filter_map(|way| compare(way).ok()));
+    // A smaller window leaves more room for homes; the best are tried with that too, and where nothing has room beside
+    // the usual one, everything.
+    if matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
+        let best = fitting.iter().take(3).filter(waits).map(|best| best.way.clone()).collect();
+        let again = if fitting.is_empty() { refused } else { best };
+        let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
+        fitting.extend(again.into_iter().flat_map(smaller).filter_map(|way| compare(way).ok()));
         sort(&mut fitting);
     }
     if let (None, Some(best)) = (settings.memory.prefetch, fitting.first().filter(waits)) {
