@@ -1,9 +1,9 @@
 //! What a GPU does for Castor, in numbers: TFLOP/s of matrix products and attention, GB/s of the kernels that
 //! only move memory, and of copies. Prints tables; takes about a minute.
 //!
-//! Run as `cuda_rates [TOKENS] [--only attention]` (16384 by default; Llama-7B shapes). With `--only attention`
+//! Run as `cuda_rates [TOKENS] [--only attention|host]` (16384 by default; Llama-7B shapes). With `--only attention`
 //! cuDNN and both ways to cut Castor's own attention kernel have a line each: TFLOP/s, and the worst relative error
-//! against the plain path.
+//! against the plain path. With `--only host`: AdamW on the host, alone and beside copies, and what it leaves them.
 
 use castor_kernels::cuda::programs::Tiles;
 use castor_kernels::cuda::{Cuda, CudaOptions};
@@ -37,6 +37,9 @@ fn rates() -> Result<()> {
     if arguments.windows(2).any(|pair| pair == ["--only", "attention"]) {
         return cuts(tokens);
     }
+    if arguments.windows(2).any(|pair| pair == ["--only", "host"]) {
+        return host_updates();
+    }
     for found in castor_kernels::cuda::survey() {
         match found.state {
             Ok(usable) => println!("{:24} {:10} {}", found.library, usable.version, usable.path.display()),
@@ -59,6 +62,82 @@ fn rates() -> Result<()> {
         bench.products(tokens)?;
         bench.streaming(tokens)?;
         bench.copies()?;
+    }
+    Ok(())
+}
+
+/// An update like a step's.
+const ADAMW: Update = Update::AdamW(AdamW {
+    lr: 1e-5,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    inv_bias1: 10.0,
+    inv_bias2: 20.0,
+});
+
+/// Control scalars that let updates be made.
+fn permit(cuda: &Cuda, control: View) -> Result<()> {
+    let scalars: Vec<u8> = [1.0f32, 1.0, 1.0, 0.0].iter().flat_map(|v| v.to_le_bytes()).collect();
+    cuda.upload(control.span, &scalars)
+}
+
+/// AdamW with fp32 moments and a split master on the host, beside copies of none, one or both directions.
+fn host_updates() -> Result<()> {
+    const COUNT: u64 = 256 << 20;
+    const COPY: u64 = 256 << 20;
+    const UPDATES: u64 = 3;
+    let cuda = Cuda::new(CudaOptions { timed: true, ..CudaOptions::default() })?;
+    cuda.reserve(Tier::Device, 2 * COPY + 256, None)?;
+    let mut top = 2 * COPY;
+    let mut host = |dtype: DType| {
+        let span = Span::new(Tier::Host, top, dtype.bytes(COUNT));
+        top = span.end();
+        span.view(dtype)
+    };
+    let [parameter, gradient, first, second] = [DType::Bf16, DType::Bf16, DType::F32, DType::F32].map(&mut host);
+    let master = Some(host(DType::Rem16));
+    cuda.reserve(Tier::Host, top, None)?;
+    let pattern: Vec<u8> = (0..1 << 20).flat_map(|i| (0.1 * rng::normal(1, i).abs()).to_le_bytes()).collect();
+    for view in [parameter, gradient, first, second] {
+        for done in (0..view.span.bytes).step_by(pattern.len()) {
+            cuda.upload(view.span.part(done, pattern.len() as u64), &pattern)?;
+        }
+    }
+    let control = Span::new(Tier::Device, 2 * COPY, 16).view(DType::F32);
+    permit(&cuda, control)?;
+    let state = State { parameter, gradient, master, first, second, decayed: COUNT, seed: 1, first_element: 0 };
+    let up = (Stream::HostToDevice, Span::new(Tier::Host, 0, COPY), Span::new(Tier::Device, 0, COPY));
+    let down = (Stream::DeviceToHost, Span::new(Tier::Device, COPY, COPY), Span::new(Tier::Host, COPY, COPY));
+    println!("AdamW of {COUNT} parameters on the host: M parameters/s, GB/s of host memory, GB/s of copies beside it");
+    for (name, beside) in
+        [("alone", &[][..]), ("host to device", &[up]), ("device to host", &[down]), ("both", &[up, down])]
+    {
+        let begun = std::time::Instant::now();
+        let mut copies = Vec::new();
+        for _ in 0..UPDATES {
+            cuda.update(ADAMW, state, control);
+        }
+        let updated = cuda.mark(Stream::Compute);
+        for _ in 0..100 {
+            for &(stream, source, target) in beside {
+                cuda.copy(stream, source, target)?;
+                copies.push(cuda.mark(stream));
+            }
+        }
+        cuda.join(updated)?;
+        let seconds = begun.elapsed().as_secs_f64();
+        let copied = |(stream, _, _): &(Stream, Span, Span)| {
+            let done = copies.iter().filter(|mark| mark.stream == *stream && cuda.reached(**mark)).count();
+            format!("{} {:.1}", stream.name(), done as f64 * COPY as f64 / seconds / 1e9)
+        };
+        let copied: Vec<String> = beside.iter().map(copied).collect();
+        let rate = (UPDATES * COUNT) as f64 / seconds;
+        println!("{name:>22} {:8.0} {:8.1}   {}", rate / 1e6, 26.0 * rate / 1e9, copied.join(" "));
+        for mark in copies {
+            cuda.join(mark)?;
+        }
     }
     Ok(())
 }
@@ -352,18 +431,8 @@ impl Bench {
         say("swiglu_backward", 10 * tokens * F, seconds);
         self.top = top;
         let count = 256 << 20;
-        let update = Update::AdamW(AdamW {
-            lr: 1e-5,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.1,
-            inv_bias1: 10.0,
-            inv_bias2: 20.0,
-        });
         let control = self.normal(DType::F32, 4, 1.0)?;
-        let scalars: Vec<u8> = [1.0f32, 1.0, 1.0, 0.0].iter().flat_map(|v| v.to_le_bytes()).collect();
-        self.cuda.upload(control.span, &scalars)?;
+        permit(&self.cuda, control)?;
         for (name, moment, bytes_each) in [("adamw f32 moments", DType::F32, 8), ("adamw bf16 moments", DType::Bf16, 4)]
         {
             let top = self.top;
@@ -378,7 +447,7 @@ impl Bench {
                 first_element: 0,
             };
             let seconds = self.seconds(Stream::Compute, |c| {
-                c.update(update, state, control);
+                c.update(ADAMW, state, control);
                 Ok(())
             })?;
             // Gradient read; weight, remainder and moments read and written.
