@@ -124,9 +124,15 @@ pub fn plan_saving(
     }
 }
 
-fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
+/// Seconds of a step that no way of running undercuts.
+pub fn floor_s(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> f64 {
+    ways(settings, options, hardware, world).first().map_or(0.0, |(floor_s, _)| *floor_s)
+}
+
+/// The ways that the settings leave open, each with [`Way::floor_s`]: the fewest operations first.
+fn ways(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> Vec<(f64, Way)> {
     let mut ways: Vec<(f64, Way)> = Vec::new();
-    for round in rounds(&options, world) {
+    for round in rounds(options, world) {
         for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
             for first_keep in first_levels(settings.memory.recompute, &keep, round < options.micro_batches) {
                 let options = Options { round, keep: keep.clone(), first_keep, ..options.clone() };
@@ -136,8 +142,12 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
             }
         }
     }
-    // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
     ways.sort_by(|a, b| a.0.total_cmp(&b.0));
+    ways
+}
+
+fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
+    let ways = ways(settings, &options, hardware, world);
     let compare = |way: Way| {
         let plan = way.plan(settings, hardware, Rehearse::ToCompare)?;
         let step_s = Estimate::of(&plan).time.step_s;
@@ -145,6 +155,7 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
     };
     let (mut fitting, mut refused, mut refusal): (Vec<Fitting>, Vec<Way>, _) = (Vec::new(), Vec::new(), None);
     for (floor_s, way) in ways {
+        // No plan to come can be faster than the best.
         if fitting.iter().any(|fitting| fitting.step_s <= floor_s * 1.001) {
             break;
         }

@@ -32,6 +32,7 @@ pub mod plan;
 pub mod plugin;
 pub mod rates;
 pub mod rendezvous;
+pub mod replan;
 pub mod report;
 pub mod sample;
 pub mod session;

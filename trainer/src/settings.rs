@@ -18,6 +18,7 @@ mod values;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub(crate) use resolve::budget;
 pub(crate) use values::boolean;
 pub use values::{Budget, Every, nearest};
 
@@ -246,6 +247,8 @@ pub struct MemorySettings {
     pub flash_attention: bool,
     /// Bytes fetched ahead; None: the plan decides.
     pub prefetch: Option<u64>,
+    /// Whether the run is planned once more by what its first steps measured.
+    pub replan: bool,
     /// Updates that the memory collector records.
     pub warmup_steps: u64,
 }
