@@ -66,8 +66,8 @@ impl Run<'_> {
         let looked = if self.measured { None } else { self.look(leg)? };
         let since = Instant::now();
         let change = match looked {
-            _ if asked => self.asked(leg, since)?,
-            Some(looked) => self.measured(leg, looked, since)?,
+            _ if asked => self.by_request(leg, since)?,
+            Some(looked) => self.by_measured_rates(leg, looked, since)?,
             None => return Ok(None),
         };
         *clock += since.elapsed();
@@ -85,7 +85,7 @@ impl Run<'_> {
     }
 
     /// The plan by budgets that rank 0 was asked for.
-    fn asked(&mut self, leg: &mut Leg, since: Instant) -> Result<Option<Change>> {
+    fn by_request(&mut self, leg: &mut Leg, since: Instant) -> Result<Option<Change>> {
         let backend = Arc::clone(&leg.hardware.backend);
         let Some(request) = told(&*backend, &self.take_request())? else { return Ok(None) };
         let stays = |reason: Error| format!("{request}: {reason}; the run goes on by the plan that it has");
@@ -123,7 +123,7 @@ impl Run<'_> {
     }
 
     /// The plan by the rates that the first steps showed, if it is worth the change.
-    fn measured(&mut self, leg: &mut Leg, looked: Looked, since: Instant) -> Result<Option<Change>> {
+    fn by_measured_rates(&mut self, leg: &mut Leg, looked: Looked, since: Instant) -> Result<Option<Change>> {
         let backend = Arc::clone(&leg.hardware.backend);
         let steps = self.steps - leg.engine.progress().step;
         let own = looked.map(|measured| {
@@ -184,8 +184,9 @@ impl Run<'_> {
         record.planned_bytes = account::moved(&manager.plan().predicted.step(leg.warm.saturating_sub(1)));
         record.counted_bytes = account::moved(&manager.last_traffic(Pass::Train));
         let room = leg.hardware.room.clone();
-        // All that holds the hardware, before it is opened again.
+        let held = Arc::downgrade(&leg.hardware.backend);
         drop(leg);
+        assert_eq!(held.strong_count(), 0, "the hardware is given back before it is opened again");
         let opened = Instant::now();
         let hardware = Hardware::again(self.settings, self.world, budgets, room, rates)?;
         let Planned { blueprint, plan, estimate, notice, seconds } = planned;
