@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Bytes that a disk of which nothing is known reads or writes per second.
-const DISK_BYTES_PER_S: f64 = 0.5e9;
+const DISK_BYTES_PER_S: f64 = 0.2e9;
 
 /// The plan of the next leg.
 pub(super) struct Change {

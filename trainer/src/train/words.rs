@@ -90,6 +90,10 @@ impl Run<'_> {
         if !self.speaks {
             return Ok(());
         }
+        let directory = &self.settings.output.dir;
+        if let Ok(Some(request)) = Request::take(directory) {
+            println!("{request}: this came after the last step");
+        }
         let steps = self.records;
         let non_embedding = self.config.parameters() - self.config.vocab_size * self.config.hidden_size;
         let trained = TrainMetrics {
@@ -101,7 +105,6 @@ impl Run<'_> {
             train_steps: steps,
             train_tokens: self.tokens,
         };
-        let directory = &self.settings.output.dir;
         let step_seconds = self.progress.rate().seconds_per_step().unwrap_or(seconds / steps.max(1) as f64);
         let (made, warm, budgets) = (leg.made, leg.warm, &leg.hardware.budgets);
         let memory = account::memory(leg.engine.manager(), self.world, budgets, (made, warm), step_seconds);
