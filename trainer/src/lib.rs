@@ -2,8 +2,8 @@
 //!
 //! What to compute: [`config`] and [`settings`] say what is wanted, [`model`] and the step write it out,
 //! [`blueprint`] plans it, [`engine`] runs the plan, [`replan`] finds a better one meanwhile, [`data`] and [`weights`]
-//! feed it, [`checkpoint`] keeps it,
-//! [`launcher`] and [`rendezvous`] make ranks of it, [`report`] says what happened, [`sample`] shows what was learnt.
+//! feed it, [`checkpoint`] keeps it, [`launcher`] and [`rendezvous`] make ranks of it, [`report`] says what happened,
+//! [`sample`] shows what was learnt.
 #![forbid(unsafe_code)]
 
 pub mod account;

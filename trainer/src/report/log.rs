@@ -412,6 +412,29 @@ mod tests {
     }
 
     #[test]
+    fn changes_of_the_plan_are_kept_and_a_log_that_is_written_is_locked() {
+        let folder = tempfile::tempdir().unwrap();
+
+        assert!(goes_on(folder.path()).unwrap().is_some_and(|why| why.contains("not the folder of a run")));
+        let mut log = RunLog::begin(folder.path(), None, Value::Null).unwrap();
+        let moved = BTreeMap::from([("host to device".into(), 7)]);
+        let plans = [3, 9].map(|step| PlanRecord {
+            step,
+            reason: "measured".into(),
+            measured_s: (step == 3).then_some(0.25),
+            planned_bytes: moved.clone(),
+            ..PlanRecord::default()
+        });
+        plans.iter().try_for_each(|plan| log.plan(plan)).unwrap();
+        assert_eq!(goes_on(folder.path()).unwrap(), None);
+        drop(log);
+        assert!(goes_on(folder.path()).unwrap().is_some_and(|why| why.contains("no run goes on")));
+        assert_eq!(RunLog::read(folder.path()).unwrap().unwrap().plans, plans);
+        drop(RunLog::begin(folder.path(), Some(5), Value::Null).unwrap());
+        assert_eq!(RunLog::read(folder.path()).unwrap().unwrap().plans, plans[..1], "the other never happened");
+    }
+
+    #[test]
     fn a_cut_last_line_is_left_out_and_a_broken_middle_one_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let mut log = RunLog::begin(folder.path(), None, Value::Null).unwrap();

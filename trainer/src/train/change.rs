@@ -107,31 +107,38 @@ impl Run<'_> {
             Err(other) => return Err(other),
         };
         let Hardware { budgets, rates, .. } = hardware;
-        if replan::are_same((&leg.blueprint, leg.engine.manager().plan()), (&planned.blueprint, &planned.plan)) {
+        let present = leg.engine.manager().plan();
+        let same = replan::are_same((&leg.blueprint, present), (&planned.blueprint, &planned.plan));
+        let fits = Tier::ALL.into_iter().all(|tier| present.peak(tier) <= budgets.of(tier));
+        let too_large = || Error::DoesNotFit("the present plan is too large".into());
+        let fits = all(&*backend, fits.then_some(()).ok_or_else(too_large))?.is_ok();
+        let (before_s, after_s) = (leg.estimate.time.step_s, planned.estimate.time.step_s);
+        let stakes = told(&*backend, &self.stakes(leg, before_s))?;
+        if same || fits && !stakes.are_worth(before_s, after_s) {
             self.progress.go_on(words::shown(&budgets));
             leg.hardware.budgets = budgets;
-            self.say(&format!("{request}: the plan stays as it is, it is the best one of these budgets too"));
+            self.say(&format!(
+                "{request}: the plan fits and stays as it is; none is so much better that a change is worth it"
+            ));
             return Ok(None);
         }
         if let Err(reason) = self.room_to_save(leg)? {
             self.say(&stays(reason));
             return Ok(None);
         }
-        let record =
-            PlanRecord { reason: request.to_string(), before_s: leg.estimate.time.step_s, ..PlanRecord::default() };
+        let record = PlanRecord { reason: request.to_string(), before_s, ..PlanRecord::default() };
         Ok(Some(Change { since, budgets, rates, planned, record }))
     }
 
     /// The plan by the rates that the first steps showed, if it is worth the change.
     fn by_measured_rates(&mut self, leg: &mut Leg, looked: Looked, since: Instant) -> Result<Option<Change>> {
         let backend = Arc::clone(&leg.hardware.backend);
-        let steps = self.steps - leg.engine.progress().step;
-        let own = looked.map(|measured| {
-            let stakes = Stakes { steps, change_s: self.change_s(leg), measured_s: measured.step_s };
-            (measured, stakes, leg.opening.planning_s)
-        });
+        let own = looked.map(|measured| (measured, self.stakes(leg, measured.step_s), leg.opening.planning_s));
         let found: Option<(Measured, Stakes, f64)> = told(&*backend, &own)?;
-        let Some((measured, stakes, planning_s)) = found else { return Ok(None) };
+        let Some((measured, stakes, planning_s)) = found.filter(|_| replan::is_open(self.settings, &self.options))
+        else {
+            return Ok(None);
+        };
         let estimated_s = leg.estimate.time.step_s;
         let rates = measured.rates(&leg.estimate.time, &leg.hardware.rates);
         let hardware = planning(leg, rates, leg.hardware.budgets.clone())?;
@@ -144,8 +151,7 @@ impl Run<'_> {
         (leg.hardware.rates, leg.estimate) = (hardware.rates, present);
         let before_s = present.time.step_s;
         let floor_s = auto::floor_s(self.settings, &self.options, &hardware, self.world.world);
-        let open = replan::is_open(self.settings, &self.options);
-        if !open || !replan::is_worth_looking(&stakes, before_s, floor_s, planning_s) {
+        if !replan::is_worth_looking(&stakes, before_s, floor_s, planning_s) {
             return Ok(None);
         }
         let planned = match self.plan(&hardware) {
@@ -248,10 +254,12 @@ impl Run<'_> {
         all(&*leg.hardware.backend, own)
     }
 
-    /// Seconds that a change over to another plan may take: a checkpoint is written and read, and hardware opened.
-    fn change_s(&self, leg: &Leg) -> f64 {
+    /// What a change is weighed by where a step was measured to take so long: a checkpoint is written and read, and hardware
+    /// opened.
+    fn stakes(&self, leg: &Leg, measured_s: f64) -> Stakes {
         let bytes = checkpoint::rank_bytes(leg.blueprint.layout()) as f64 * f64::from(self.world.local_world);
-        2.0 * self.save_s.unwrap_or(bytes / DISK_BYTES_PER_S) + leg.opening.opened_s
+        let change_s = 2.0 * self.save_s.unwrap_or(bytes / DISK_BYTES_PER_S) + leg.opening.opened_s;
+        Stakes { steps: self.steps - leg.engine.progress().step, change_s, measured_s }
     }
 }
 
