@@ -81,21 +81,31 @@ fn the_first_steps_show_a_better_plan() {
     }
     cache.write(&folder.join("castor/rates.json")).unwrap();
     for (launcher, device) in WORLDS.into_iter().zip(["400KiB", "360KiB"]) {
-        let more = format!("--device_memory {device} --max_steps 10");
-        let links = "--emulated_h2d_gbps 0.001 --emulated_d2h_gbps 0.001";
+        let more = format!("--device_memory {device} --max_steps 8");
+        let links = "--emulated_h2d_gbps 0.0005 --emulated_d2h_gbps 0.0005";
         let runs = ["kept", "changed"].map(|run| format!("{run}-{}", launcher.len()));
         let kept = train(folder, launcher, &runs[0], &format!("{more} --replan off"));
         let (kept, _) = ended(kept, folder, &runs[0]);
-        let (changed, said) = ended(train(folder, launcher, &runs[1], &format!("{more} {links}")), folder, &runs[1]);
-        assert_eq!(kept.plans.len(), 0);
+        assert_eq!((kept.plans.len(), kept.steps.len()), (0, 8));
+        let run = folder.join(&runs[1]);
+        // On a machine that is busy with other things a step may take so long by chance that no plan is worth a change.
+        let (changed, said) = (0..3)
+            .map(|_| {
+                let _ = std::fs::remove_dir_all(&run);
+                let (changed, said) =
+                    ended(train(folder, launcher, &runs[1], &format!("{more} {links}")), folder, &runs[1]);
+                assert_eq!(steps(&changed), steps(&kept));
+                assert_eq!(checkpoints(&run), 0, "it is no run that saves");
+                was_planned(&run);
+                (changed, said)
+            })
+            .find(|(changed, _)| !changed.plans.is_empty())
+            .expect("three times no other plan");
         let [plan] = &changed.plans[..] else { panic!("{:?}\n{said}", changed.plans) };
         assert_eq!((plan.step, &*plan.reason), (4, "measured"), "{said}");
         assert!(plan.after_s < plan.before_s && plan.measured_s.is_some());
         assert_eq!(plan.planned_bytes, plan.counted_bytes);
         assert!(said.contains("the first steps took") && said.contains("another plan from step 5 on"), "{said}");
-        assert_eq!((steps(&changed), steps(&changed).len()), (steps(&kept), 10));
-        was_planned(&folder.join(&runs[1]));
-        assert_eq!(checkpoints(&folder.join(&runs[1])), 0, "it is no run that saves");
     }
 }
 
