@@ -119,7 +119,7 @@ fn host_updates() -> Result<()> {
         for _ in 0..UPDATES {
             cuda.update(ADAMW, state, control);
         }
-        let updated = cuda.mark(Stream::Compute);
+        let updated = cuda.mark(Stream::Host);
         for _ in 0..100 {
             for &(stream, source, target) in beside {
                 cuda.copy(stream, source, target)?;

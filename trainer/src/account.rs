@@ -88,6 +88,7 @@ pub fn memory(manager: &mut StatefulTensorMgr, world: &World, steps: u64, step_s
         Some(Stream::NvmeWrite),
         Some(Stream::Collective),
         None,
+        Some(Stream::Host),
     ];
     let counted = planned.links().into_iter().zip(counted.links()).zip(streams);
     let links = counted.map(|(((link, planned), (_, counted)), stream)| LinkReport {

@@ -2,7 +2,8 @@
 //! those that fit.
 //!
 //! Open are how much each block keeps, how many micro-batches go through the model together, and, where not everything
-//! fits the device, the size of the window and how far prefetch runs ahead. None of it changes a bit of the results.
+//! fits the device, the size of the window, how far prefetch runs ahead, and how many of the updates the host's cores
+//! make. None of it changes a bit of the results.
 
 use crate::activations::Keep;
 use crate::blueprint::{Blueprint, Options};
@@ -23,6 +24,10 @@ const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
 /// way to what is wanted sooner, and come again.
 const PARTS: [f64; 2] = [0.5, 0.25];
 
+/// Shares of the updates to try on the host's cores, from those that hide best: while the link brings states for the
+/// device, these cores update others where they lie.
+const ON_HOST: [f64; 6] = [1.0 / 16.0, 1.0 / 8.0, 3.0 / 16.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.0];
+
 /// A way of running.
 #[derive(Clone)]
 struct Way {
@@ -38,6 +43,14 @@ impl Way {
         let (backend, rates, budgets) = (&*hardware.backend, &hardware.rates, hardware.budgets.clone());
         let policy = policy(settings, self.window);
         Ok(self.blueprint.plan(backend, rates, &*policy, budgets, self.prefetch, length)?)
+    }
+
+    /// The same with this share of the updates on the host.
+    fn updating_on_host(&self, share: f64, hardware: &Hardware, world: u32) -> Way {
+        let options = self.blueprint.options().clone();
+        let groups = self.blueprint.groups().count();
+        let options = Options { updates_on_host: on_host(share, groups), ..options };
+        Way { blueprint: Blueprint::for_world(options, &*hardware.backend, world), ..self.clone() }
     }
 
     /// Seconds of a step's arithmetic: no plan is faster.
@@ -124,7 +137,14 @@ pub fn plan_saving(
     }
 }
 
-fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
+/// How many of the groups a share is: at least one of any.
+fn on_host(share: f64, groups: u64) -> u64 {
+    ((share * groups as f64).round() as u64).max(u64::from(share > 0.0))
+}
+
+fn best(settings: &Settings, mut options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
+    let groups = options.config.num_hidden_layers + 2;
+    options.updates_on_host = on_host(settings.memory.cpu_update.unwrap_or(0.0), groups);
     let mut ways: Vec<(f64, Way)> = Vec::new();
     for round in rounds(&options, world) {
         for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
@@ -174,6 +194,14 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
         let part = |part: &f64| Some((part * best.window_bytes as f64) as u64);
         let nearer: Vec<Way> = PARTS.iter().map(|bytes| Way { prefetch: part(bytes), ..best.way.clone() }).collect();
         fitting.extend(nearer.into_iter().filter_map(|way| compare(way).ok()));
+        sort(&mut fitting);
+    }
+    let open = settings.memory.cpu_update.is_none() && settings.memory.plugin.spills();
+    if open && hardware.rates.host_updates.is_some() && options.may_update_on_host(world.into()) {
+        let best: Vec<Way> = fitting.iter().take(2).filter(waits).map(|best| best.way.clone()).collect();
+        for (way, share) in best.iter().flat_map(|way| ON_HOST.map(|share| (way, share))) {
+            fitting.extend(compare(way.updating_on_host(share, hardware, world)));
+        }
         sort(&mut fitting);
     }
     // A longer rehearsal can find a window too full of holes that a short one found good.

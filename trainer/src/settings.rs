@@ -246,6 +246,8 @@ pub struct MemorySettings {
     pub flash_attention: bool,
     /// Bytes fetched ahead; None: the plan decides.
     pub prefetch: Option<u64>,
+    /// Share of the updates that the host's cores make; None: the plan decides.
+    pub cpu_update: Option<f64>,
     /// Updates that the memory collector records.
     pub warmup_steps: u64,
 }

@@ -13,7 +13,7 @@ use super::{
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
 use crate::optimizer::Clip;
-use crate::plugin::{self, Placement};
+use crate::plugin::{self, PRESETS, Placement, Preset};
 
 /// A row is at most this long; beyond it lies a typing error, not a context length.
 const LENGTH_MAX: usize = 1 << 24;
@@ -249,6 +249,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
     if shard_size != ShardSize::All && !plugin.sharding.optimizer {
         return Err(raw.refuse("shard_size", &format!("plugin {} splits nothing", plugin.name)));
     }
+    let cpu_update = cpu_update(raw, &plugin)?;
     Ok(MemorySettings {
         plugin,
         shard_size,
@@ -276,8 +277,32 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
             "auto" => Some(None),
             text => size(text).map(Some),
         })?,
+        cpu_update,
         warmup_steps: count(raw, "warmup_steps_memory", 1)?,
     })
+}
+
+/// The share of updates for the host's cores, where the plugin leaves open who makes them.
+fn cpu_update(raw: &Raw, plugin: &Preset) -> Result<Option<f64>> {
+    let share = raw.parse("cpu_update", "auto or a share from 0 to 1", |text| match text {
+        "auto" => Some(None),
+        text => text.parse().ok().filter(|share| (0.0..=1.0).contains(share)).map(Some),
+    })?;
+    if share.is_some_and(|share: f64| share > 0.0) {
+        if !plugin.spills() {
+            let names: Vec<_> = PRESETS.iter().filter(|preset| preset.spills()).map(|preset| preset.name).collect();
+            let reason = format!(
+                "plugin {} says where everything lies, and the device updates it; give 0, or a plugin among {}",
+                plugin.name,
+                names.join(", ")
+            );
+            return Err(raw.refuse("cpu_update", &reason));
+        }
+        if raw.values("clip") == ["lagged"] {
+            return Err(raw.refuse("cpu_update", "with --clip lagged each update follows its backward; give 0"));
+        }
+    }
+    Ok(share)
 }
 
 /// Hugging Face's and LLaMA-Factory's names of implementations say whether S×S is written.
