@@ -52,6 +52,26 @@ impl<'a> Weights<'a> {
         }
     }
 
+    /// Asks for the memory of the elements from `first` on.
+    #[inline(always)]
+    pub fn prefetch(&self, first: usize, count: usize) {
+        match self {
+            Weights::F32(m) => prefetch(m, first, count),
+            Weights::Bf16Master(w, m) => {
+                prefetch(w, first, count);
+                prefetch(m, first, count);
+            }
+            Weights::Bf16Split(w, r) => {
+                prefetch(w, first, count);
+                prefetch(r, first, count);
+            }
+            Weights::F16Master(w, m) => {
+                prefetch(w, first, count);
+                prefetch(m, first, count);
+            }
+        }
+    }
+
     /// The masters from element `first` on.
     #[inline(always)]
     pub fn read(&self, first: usize, target: &mut [f32]) {
@@ -121,6 +141,16 @@ impl Gradient<'_> {
             Gradient::F32(g) => (Gradient::F32(&g[..at]), Gradient::F32(&g[at..])),
             Gradient::F16(g) => (Gradient::F16(&g[..at]), Gradient::F16(&g[at..])),
             Gradient::Bf16(g) => (Gradient::Bf16(&g[..at]), Gradient::Bf16(&g[at..])),
+        }
+    }
+
+    /// Asks for the memory of the elements from `first` on.
+    #[inline(always)]
+    pub fn prefetch(&self, first: usize, count: usize) {
+        match self {
+            Gradient::F32(g) => prefetch(g, first, count),
+            Gradient::F16(g) => prefetch(g, first, count),
+            Gradient::Bf16(g) => prefetch(g, first, count),
         }
     }
 
@@ -194,6 +224,16 @@ impl<'a> Moment<'a> {
         !matches!(self, Moment::F32(_))
     }
 
+    /// Asks for the memory of the elements from `first` on.
+    #[inline(always)]
+    pub fn prefetch(&self, first: usize, count: usize) {
+        match self {
+            Moment::F32(m) => prefetch(m, first, count),
+            Moment::Bf16(m) => prefetch(m, first, count),
+            Moment::Q8(codes, _) => prefetch(codes, first, count),
+        }
+    }
+
     /// The moments of the block that starts at element `first`, a multiple of [`BLOCK`].
     #[inline(always)]
     pub fn read(&self, which: Which, first: usize, target: &mut [f32]) {
@@ -247,6 +287,18 @@ impl<'a> Moment<'a> {
                 }
             }
         }
+    }
+}
+
+/// Asks for the cache lines of `count` elements from `first` on, as far as there are so many.
+#[inline(always)]
+fn prefetch<T>(memory: &[T], first: usize, count: usize) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    const LINE: usize = 64;
+    let end = memory.len().min(first + count);
+    for at in (first..end).step_by(LINE / size_of::<T>()) {
+        // SAFETY: a prefetch reads nothing; the address is of an element.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>((&raw const memory[at]).cast()) };
     }
 }
 

@@ -1,7 +1,8 @@
 //! AdamW, Sophia-G and Sophia's Hessian over a state in any of its types.
 //!
 //! Elements are independent except within a Q8 block, so any split at multiples of [`BLOCK`] gives the same
-//! bits. Each block is widened to f32 on the stack, updated as [`crate::numeric`] says, and written back.
+//! bits. Each block is widened to f32 on the stack, updated as [`crate::numeric`] says, and written back, all of it
+//! compiled for wide registers: memory bounds it, or, with 16- and 8-bit moments, their random numbers.
 
 use super::moments::{BLOCK, Gradient, Moment, Weights, Which};
 use crate::numeric::vectorised;
@@ -10,6 +11,9 @@ use crate::{numeric, rng};
 
 /// Elements below which a split is not worth a task.
 const TASK: usize = 64 * BLOCK;
+
+/// How far ahead memory is asked for, in elements: what comes while a block is computed.
+const AHEAD: usize = BLOCK;
 
 /// What [`update`] works on: equal element counts.
 pub struct Part<'a> {
@@ -82,6 +86,11 @@ fn sequential(update: Update, mut part: Part<'_>, multiplier: f32) {
             let length = BLOCK.min(count - start);
             let (p, g) = (&mut p[..length], &mut g[..length]);
             let (m, v) = (&mut m[..length], &mut v[..length]);
+            let ahead = start + AHEAD;
+            part.weights.prefetch(ahead, length);
+            part.gradient.prefetch(ahead, length);
+            part.first.prefetch(ahead, length);
+            part.second.prefetch(ahead, length);
             part.weights.read(start, p);
             part.gradient.read(start, multiplier, g);
             part.first.read(Which::First, start, m);
