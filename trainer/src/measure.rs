@@ -24,7 +24,7 @@ const RUNS: usize = 9;
 const LIMIT: Duration = Duration::from_millis(500);
 
 /// Updates of the host's cores that are timed together.
-const UPDATES: u64 = 6;
+const UPDATES: u64 = 4;
 
 /// Bytes of one of the copies that are counted beside them.
 const BESIDE_BYTES: u64 = 32 << 20;
@@ -78,7 +78,7 @@ impl Size {
                 product: Linear { tokens: 16384, inputs: 11008, outputs: 4096 },
                 attention: heads(8, 2048, 32, 128),
                 dtype: if backend.computes_in(DType::Bf16) { DType::Bf16 } else { DType::F16 },
-                updated: 64 << 20,
+                updated: 128 << 20,
                 heat: Duration::from_secs(2),
             },
             _ => Size {
