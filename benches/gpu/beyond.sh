@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One GPU, issue "planner": everything off the GPU against everything on it, and models beyond it, each with the time
 # that the plan predicts by rates measured in this run.
-# Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b sweep 30b article manual lagged; logs go to $OUT.
+# Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b sweep cpu 30b article manual lagged; logs go to $OUT.
 set -u
 PARTS=${PARTS:-bits hidden small free 13b 30b}
 carried=$1 castor=$1/castor out=${OUT:-/tmp/out}
@@ -31,6 +31,13 @@ sweep() { # name, rows of a micro-batch, micro-batches, steps
 }
 if part 13b; then sweep 64k 4 8 4; fi
 if part sweep; then sweep 8k 4 1 5; sweep 16k 4 2 4; sweep 32k 4 4 4; sweep 128k 4 16 3; sweep 256k 8 16 2; fi
+if part cpu; then
+  # The host's cores update a share: the same bits, and what the plan says of it.
+  for share in 0 0.25 1 auto; do
+    LIMIT=40 train "cpu_update_$share" --backend cuda --config configs/castor-1.3b.json --mixed_precision bf16 --batch_size 8 --gradient_accumulation_steps 2 --max_steps 8 --device_memory 16GiB --cpu_update $share
+  done
+  for share in ${SHARES:-0.12}; do LIMIT=120 train "13b_cpu_update_$share" $thirteen --batch_size 4 --gradient_accumulation_steps 8 --max_steps 4 --cpu_update $share; done
+fi
 if part 30b; then
   LIMIT=${LONG:-330} train 30b_8bit --backend cuda --config configs/castor-30b.json --mixed_precision bf16 --batch_size 2 --gradient_accumulation_steps 32 --max_steps 3 --optimizer_states 8bit --no_deterministic \
     --host_memory 120GiB --nvme /tmp --nvme_capacity 20GiB

@@ -30,6 +30,7 @@ pub fn options(config: ModelConfig, sequence: u64) -> Options {
         optimizer: Some(Optimizer::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }),
         max_norm: 1.0,
         clip: Clip::Exact,
+        updates_on_host: 0,
         schedule: Schedule {
             base: 1e-3,
             decay: Decay::Constant,

@@ -99,10 +99,12 @@ fn host_updates() -> Result<()> {
     let [parameter, gradient, first, second] = [DType::Bf16, DType::Bf16, DType::F32, DType::F32].map(&mut host);
     let master = Some(host(DType::Rem16));
     cuda.reserve(Tier::Host, top, None)?;
-    let pattern: Vec<u8> = (0..1 << 20).flat_map(|i| (0.1 * rng::normal(1, i).abs()).to_le_bytes()).collect();
-    for view in [parameter, gradient, first, second] {
+    let normal = |i| 0.1 * rng::normal(1, i);
+    let wide: Vec<u8> = (0..1 << 18).flat_map(|i| normal(i).to_le_bytes()).collect();
+    let narrow: Vec<u8> = (0..1 << 18).flat_map(|i| half::bf16::from_f32(normal(i)).to_le_bytes()).collect();
+    for (view, pattern) in [(parameter, &narrow), (gradient, &narrow), (first, &wide)] {
         for done in (0..view.span.bytes).step_by(pattern.len()) {
-            cuda.upload(view.span.part(done, pattern.len() as u64), &pattern)?;
+            cuda.upload(view.span.part(done, pattern.len() as u64), pattern)?;
         }
     }
     let control = Span::new(Tier::Device, 2 * COPY, 16).view(DType::F32);
@@ -119,7 +121,7 @@ fn host_updates() -> Result<()> {
         for _ in 0..UPDATES {
             cuda.update(ADAMW, state, control);
         }
-        let updated = cuda.mark(Stream::Compute);
+        let updated = cuda.mark(Stream::Host);
         for _ in 0..100 {
             for &(stream, source, target) in beside {
                 cuda.copy(stream, source, target)?;

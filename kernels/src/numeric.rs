@@ -9,15 +9,19 @@ use crate::ops::{AdamW, Sophia};
 /// 16 bits, so a split master and a full f32 master give the same weights. Infinities stay; NaN stays NaN.
 #[inline]
 pub const fn round_bf16(x: f32) -> u16 {
-    let bits = x.to_bits();
-    if bits & 0x7FFF_FFFF > 0x7F80_0000 {
-        return ((bits >> 16) | 0x40) as u16;
-    }
-    if bits & 0x7F80_0000 == 0x7F80_0000 {
-        return (bits >> 16) as u16;
-    }
-    (bits.wrapping_add(0x8000) >> 16) as u16
+    let (bits, magnitude) = (x.to_bits(), x.to_bits() & 0x7FFF_FFFF);
+    let rounded = if magnitude > INFINITE {
+        bits | 0x40_0000
+    } else if magnitude == INFINITE {
+        bits
+    } else {
+        bits.wrapping_add(0x8000)
+    };
+    (rounded >> 16) as u16
 }
+
+/// The bits of infinity; the magnitude of what is not a number is above it.
+pub(crate) const INFINITE: u32 = f32::INFINITY.to_bits();
 
 /// bf16 bits → f32.
 #[inline]
@@ -41,11 +45,15 @@ pub const fn join(weight: u16, remainder: i16) -> f32 {
 /// f32 → bf16 by stochastic rounding with 16 random bits: up with the probability of the part cut off.
 #[inline]
 pub const fn round_bf16_stochastic(x: f32, random: u16) -> u16 {
-    let bits = x.to_bits();
-    if bits & 0x7F80_0000 == 0x7F80_0000 {
-        return round_bf16(x);
-    }
-    (bits.wrapping_add(random as u32) >> 16) as u16
+    let (bits, magnitude) = (x.to_bits(), x.to_bits() & 0x7FFF_FFFF);
+    let rounded = if magnitude > INFINITE {
+        bits | 0x40_0000
+    } else if magnitude == INFINITE {
+        bits
+    } else {
+        bits.wrapping_add(random as u32)
+    };
+    (rounded >> 16) as u16
 }
 
 /// f32 → f16, to nearest even.
@@ -115,7 +123,7 @@ pub fn q8_first_scale(largest: f32) -> f32 {
 #[inline]
 pub fn q8_first_code(x: f32, scale: f32, uniform: f32) -> i8 {
     let ratio = if scale > 0.0 { x / scale } else { 0.0 };
-    (ratio + uniform).floor().clamp(-127.0, 127.0) as i8
+    whole_byte((ratio + uniform).floor().clamp(-127.0, 127.0)) as i8
 }
 
 /// Q8 code → first moment.
@@ -136,7 +144,17 @@ pub fn q8_second_scale(largest: f32) -> f32 {
 #[inline]
 pub fn q8_second_code(x: f32, scale: f32, uniform: f32) -> u8 {
     let ratio = if scale > 0.0 { x.sqrt() / scale - 1.0 } else { 0.0 };
-    (ratio + uniform).floor().clamp(0.0, 255.0) as u8
+    whole_byte((ratio + uniform).floor().clamp(0.0, 255.0))
+}
+
+/// The low byte of a whole number of at most 22 bits, 0 of what is not a number: as a cast to an integer and then to a
+/// byte, which vectors have no instruction for.
+#[inline]
+fn whole_byte(x: f32) -> u8 {
+    // Beside this number the last bit of the significand stands for 1.
+    const SHIFT: f32 = 12_582_912.0;
+    let x = if x.is_nan() { 0.0 } else { x };
+    (x + SHIFT).to_bits() as u8
 }
 
 /// Q8 code → second moment.
@@ -146,15 +164,36 @@ pub fn q8_second_value(code: u8, scale: f32) -> f32 {
     root * root
 }
 
-/// Runs `work` compiled for AVX2 where the machine has it. The bits stay the same: Rust never contracts
-/// or reorders floating point, wider registers only do more lanes at once.
+/// The value of an expression, compiled for the widest registers of the machine: AVX-512, AVX2 or none of them. The
+/// bits stay the same: Rust never contracts or reorders floating point, wider registers only do more lanes at once.
+/// What the expression calls is compiled so only where it is inlined.
+macro_rules! vectorised {
+    ($work:expr) => {
+        // Without the attribute a closure that is not short stays a function of its own, compiled for none of them.
+        $crate::numeric::dispatched(
+            #[inline(always)]
+            || $work,
+        )
+    };
+}
+pub(crate) use vectorised;
+
+/// What [`vectorised`] expands to.
 #[inline(always)]
-pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
+pub(crate) fn dispatched<R>(work: impl FnOnce() -> R) -> R {
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    fn with_avx512<R>(work: impl FnOnce() -> R) -> R {
+        work()
+    }
     #[target_feature(enable = "avx2")]
     fn with_avx2<R>(work: impl FnOnce() -> R) -> R {
         work()
     }
-    if std::arch::is_x86_feature_detected!("avx2") {
+    use std::arch::is_x86_feature_detected as has;
+    if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") {
+        // SAFETY: the processor has all that the function is compiled for, as just checked.
+        unsafe { with_avx512(work) }
+    } else if has!("avx2") {
         // SAFETY: the processor has AVX2, as just checked.
         unsafe { with_avx2(work) }
     } else {

@@ -167,7 +167,7 @@ pub mod control {
 
 /// Operators of one rank's device.
 pub trait Operators {
-    /// `target` (any type) becomes zero bytes.
+    /// `target` (any type, on the device) becomes zero bytes.
     fn zero(&self, target: View);
 
     /// `target[i] = source[i]`, converting between f32, f16 and bf16 (round to nearest even).
@@ -282,7 +282,8 @@ pub trait Operators {
     /// `multiplier = min(1, max_norm/(norm + 1e-6))/loss_scale`, or 1/loss_scale if `max_norm` is 0.
     fn norm_finish(&self, slots: View, max_norm: f32, loss_scale: f32, control: View);
 
-    /// One update where `control` allows it (L9). On the host if the state's views are on the host.
+    /// One update where `control` allows it (L9). If the state's views are on the host, it is made on
+    /// [`crate::Stream::Host`]; `control` (on the device) is read in the order of [`crate::Stream::Compute`] all the same.
     fn update(&self, update: Update, state: State, control: View);
 
     /// `hessian = β2·hessian + (1−β2)·tokens·g²` with `g = gradient·multiplier` from `control`'s FINITE and

@@ -7,13 +7,45 @@
 /// 64 random bits of `counter` in the sequence `seed`, lane `lane`.
 #[inline]
 pub const fn bits(seed: u64, counter: u64, lane: u64) -> u64 {
-    mix(mix(seed ^ counter.wrapping_mul(0x9E37_79B9_7F4A_7C15)).wrapping_add(lane.wrapping_mul(0xD1B5_4A32_D192_ED03)))
+    lane_bits(start(seed, counter), lane)
+}
+
+/// What all lanes of a counter have in common: the first round.
+#[inline]
+pub const fn start(seed: u64, counter: u64) -> u64 {
+    mix(seed ^ counter.wrapping_mul(COUNTER))
+}
+
+/// What a counter is multiplied with.
+const COUNTER: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// The [`start`]s of the counters from `first` on.
+#[inline(always)]
+pub fn fill_starts(seed: u64, first: u64, out: &mut [u64]) {
+    let mut product = first.wrapping_mul(COUNTER);
+    for start in out {
+        *start = mix(seed ^ product);
+        product = product.wrapping_add(COUNTER);
+    }
+}
+
+/// [`bits`] of a lane, from the counter's [`start`].
+#[inline]
+pub const fn lane_bits(start: u64, lane: u64) -> u64 {
+    mix(start.wrapping_add(lane.wrapping_mul(0xD1B5_4A32_D192_ED03)))
 }
 
 /// A uniform number in [0, 1) with 24 bits.
 #[inline]
 pub const fn uniform(seed: u64, counter: u64, lane: u64) -> f32 {
-    (bits(seed, counter, lane) >> 40) as f32 * (1.0 / 16_777_216.0)
+    unit((bits(seed, counter, lane) >> 40) as u32)
+}
+
+/// The number in [0, 1) of 24 bits.
+#[inline]
+pub const fn unit(bits: u32) -> f32 {
+    // As an i32, which vectors convert at once.
+    bits as i32 as f32 * (1.0 / 16_777_216.0)
 }
 
 /// A standard normal number: element `counter` of [`fill_normal`].
@@ -25,7 +57,7 @@ pub fn normal(seed: u64, counter: u64) -> f32 {
 
 /// Standard normal numbers: elements `first ..` of the sequence `seed`. Host only: initial weights.
 pub fn fill_normal(seed: u64, first: u64, out: &mut [f32]) {
-    crate::numeric::vectorised(|| {
+    crate::numeric::vectorised!({
         let mut block = [0.0; 2 * PAIRS];
         let (mut at, mut begin) = (0, (first % 2) as usize);
         while at < out.len() {

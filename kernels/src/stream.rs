@@ -22,17 +22,20 @@ pub enum Stream {
     NvmeRead,
     /// Host to file writes.
     NvmeWrite,
+    /// Updates of optimizer states that lie in host memory, by the host's cores.
+    Host,
 }
 
 impl Stream {
     /// All streams.
-    pub const ALL: [Stream; 6] = [
+    pub const ALL: [Stream; 7] = [
         Stream::Compute,
         Stream::HostToDevice,
         Stream::DeviceToHost,
         Stream::Collective,
         Stream::NvmeRead,
         Stream::NvmeWrite,
+        Stream::Host,
     ];
 
     /// Position in [`Stream::ALL`].
@@ -49,6 +52,7 @@ impl Stream {
             Stream::Collective => "collective",
             Stream::NvmeRead => "nvme_read",
             Stream::NvmeWrite => "nvme_write",
+            Stream::Host => "host",
         }
     }
 }

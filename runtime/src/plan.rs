@@ -107,6 +107,7 @@ impl Prediction {
             nvme_write: mean(|t| t.nvme_write),
             gathered: mean(|t| t.gathered),
             reduced: mean(|t| t.reduced),
+            updated: mean(|t| t.updated),
         }
     }
 }

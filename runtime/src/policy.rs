@@ -102,7 +102,7 @@ impl PlacementPolicy for DevicePolicy {
     }
 
     fn place(&self, view: &PolicyView<'_>) -> Result<Placement> {
-        finish(view, homes(view.layout, |_| Tier::Device))
+        finish(view, homes(view, |_| Tier::Device))
     }
 }
 
@@ -116,7 +116,7 @@ impl PlacementPolicy for HostPolicy {
             Role::Parameter => self.parameters && may_leave(view.layout, chunk),
             _ => self.optimizer,
         };
-        finish(view, homes(view.layout, |chunk| if on_host(chunk) { Tier::Host } else { Tier::Device }))
+        finish(view, homes(view, |chunk| if on_host(chunk) { Tier::Host } else { Tier::Device }))
     }
 }
 
@@ -126,7 +126,7 @@ impl PlacementPolicy for StaticPolicy {
     }
 
     fn place(&self, view: &PolicyView<'_>) -> Result<Placement> {
-        let mut answer = homes(view.layout, |_| Tier::Device);
+        let mut answer = homes(view, |_| Tier::Device);
         for (fraction, parameters) in [(self.offload_param_frac, true), (self.offload_optim_frac, false)] {
             let mut chunks: Vec<ChunkId> = view
                 .layout
@@ -154,14 +154,13 @@ impl PlacementPolicy for AutoPolicy {
     }
 
     fn place(&self, view: &PolicyView<'_>) -> Result<Placement> {
-        let all = homes(view.layout, |_| Tier::Device);
+        let all = homes(view, |_| Tier::Device);
         if let Ok(placement) = finish(view, all) {
             return Ok(placement);
         }
         // Not everything fits: the window is sized for streaming everything, then the device is filled with what saves
         // the most crossings per byte.
-        let mut answer =
-            homes(view.layout, |chunk| if may_leave(view.layout, chunk) { Tier::Host } else { Tier::Device });
+        let mut answer = homes(view, |chunk| if may_leave(view.layout, chunk) { Tier::Host } else { Tier::Device });
         let streaming = window_need(view, &answer);
         let wanted = (self.window * streaming as f64) as u64;
         let window = wanted.min(view.room[0]).max(streaming) + view.window_shortage;
@@ -169,7 +168,7 @@ impl PlacementPolicy for AutoPolicy {
         let mut room = view.room[0].saturating_sub(window + pinned);
         for chunk in by_value(view) {
             let bytes = placed_bytes(Tier::Device, view.layout.stored_bytes(chunk));
-            if answer[chunk.index()] == Some(Tier::Host) && bytes <= room {
+            if answer[chunk.index()] == Some(Tier::Host) && !view.schedule.on_host(chunk) && bytes <= room {
                 room -= bytes;
                 answer[chunk.index()] = Some(Tier::Device);
             }
@@ -178,11 +177,11 @@ impl PlacementPolicy for AutoPolicy {
     }
 }
 
-/// Homes by a rule over all chunks.
-fn homes(layout: &Layout, rule: impl Fn(ChunkId) -> Tier) -> Vec<Option<Tier>> {
-    let mut homes = vec![None; layout.groups.len() * Role::ALL.len()];
-    for chunk in layout.chunk_ids() {
-        homes[chunk.index()] = Some(rule(chunk));
+/// Homes by a rule over all chunks but those that the host's cores use: these are on the host.
+fn homes(view: &PolicyView<'_>, rule: impl Fn(ChunkId) -> Tier) -> Vec<Option<Tier>> {
+    let mut homes = vec![None; view.layout.groups.len() * Role::ALL.len()];
+    for chunk in view.layout.chunk_ids() {
+        homes[chunk.index()] = Some(if view.schedule.on_host(chunk) { Tier::Host } else { rule(chunk) });
     }
     homes
 }
@@ -270,7 +269,7 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
             if excess == 0 {
                 break;
             }
-            if homes[chunk.index()] == Some(Tier::Host) {
+            if homes[chunk.index()] == Some(Tier::Host) && !view.schedule.on_host(chunk) {
                 let bytes = placed_bytes(Tier::Nvme, layout.stored_bytes(chunk));
                 homes[chunk.index()] = Some(Tier::Nvme);
                 nvme += bytes;

@@ -80,6 +80,10 @@ pub enum Access {
     ReadShard,
     /// What this rank updates of a chunk, read and written; on release it goes home.
     UpdateShard,
+    /// What this rank updates of a chunk, at its home in host memory, where the host's cores read it.
+    ReadOnHost,
+    /// The same, read and written.
+    UpdateOnHost,
 }
 
 impl Access {
@@ -88,13 +92,18 @@ impl Access {
         match self {
             Access::Produce(part) | Access::SumShard(part) => !part.begins(),
             Access::Transient => false,
-            Access::Read | Access::ReadShard | Access::UpdateShard => true,
+            Access::Read | Access::ReadShard | Access::UpdateShard | Access::ReadOnHost | Access::UpdateOnHost => true,
         }
     }
 
     /// Whether the bytes at the chunk's home change.
     pub const fn writes(self) -> bool {
-        matches!(self, Access::Produce(_) | Access::SumShard(_) | Access::UpdateShard)
+        matches!(self, Access::Produce(_) | Access::SumShard(_) | Access::UpdateShard | Access::UpdateOnHost)
+    }
+
+    /// Whether the host's cores use it, at its home in host memory.
+    pub const fn on_host(self) -> bool {
+        matches!(self, Access::ReadOnHost | Access::UpdateOnHost)
     }
 
     /// Whether whole contributions are formed beside what is leased.
@@ -215,15 +224,13 @@ impl Schedule {
     }
 
     /// Ticks from `now` until `chunk` is next used, `now` itself excluded; the end of the pass is followed by
-    /// its beginning. `None` if it is never used.
+    /// its beginning. `None` if it is never used, or next by the host's cores: a copy of it serves nobody.
     pub fn next_use(&self, chunk: ChunkId, now: Tick) -> Option<u32> {
         let uses = self.uses(chunk);
-        let length = self.ticks.len() as u32;
         let later = uses.partition_point(|(tick, _)| *tick <= now);
-        match uses.get(later) {
-            Some((tick, _)) => Some(tick.0 - now.0),
-            None => uses.first().map(|(tick, _)| tick.0 + length - now.0),
-        }
+        let (tick, access) = uses.get(later).or(uses.first())?;
+        let ahead = if later < uses.len() { 0 } else { self.ticks.len() as u32 };
+        (!access.on_host()).then(|| tick.0 + ahead - now.0)
     }
 
     /// Whether `chunk` is written at a tick in `from .. from + ahead` (cyclic).
@@ -254,18 +261,24 @@ impl Schedule {
         largest
     }
 
+    /// Whether the host's cores use `chunk`: its home is in host memory then.
+    pub fn on_host(&self, chunk: ChunkId) -> bool {
+        self.uses(chunk).iter().any(|(_, access)| access.on_host())
+    }
+
     /// Times per pass that a chunk would have to come to the device and leave it if its home were elsewhere:
     /// `(in, out)`, counted in whole chunks of what the rank stores.
     pub fn crossings(&self, chunk: ChunkId) -> (u64, u64) {
-        self.uses(chunk).iter().fold((0, 0), |(into, out), (_, access)| {
+        let device = self.uses(chunk).iter().filter(|(_, access)| !access.on_host());
+        device.fold((0, 0), |(into, out), (_, access)| {
             (into + u64::from(access.reads()), out + u64::from(access.writes()))
         })
     }
 }
 
-/// Whether a use finds its bytes at home on the device, needing no working copy.
+/// Whether a use finds its bytes at home, needing no working copy.
 pub const fn in_place(access: Access, sharded: bool, home_on_device: bool) -> bool {
-    home_on_device && (!sharded || !access.whole())
+    access.on_host() || (home_on_device && (!sharded || !access.whole()))
 }
 
 #[cfg(test)]

@@ -11,6 +11,9 @@ use castor_kernels::{Mark, Stream};
 pub struct Pace {
     /// Bytes per second of each stream that moves them, by [`Stream::index`].
     pub bytes_per_s: [f64; Stream::ALL.len()],
+    /// Of each stream that copies between device and host, bytes per second while the host's cores update states: both
+    /// use the host's memory.
+    pub beside_host_per_s: [f64; Stream::ALL.len()],
     /// Part of the time during which copies go on by which arithmetic beside them takes longer: both use the device's
     /// memory.
     pub contention: f64,
@@ -104,7 +107,15 @@ impl Timeline {
 
     /// `stream` moves `bytes`.
     pub(crate) fn moves(&mut self, stream: Stream, bytes: u64) {
-        let seconds = bytes as f64 / self.pace.bytes_per_s[stream.index()];
+        let (rate, bytes) = (self.pace.bytes_per_s[stream.index()], bytes as f64);
+        let seconds = match stream {
+            Stream::HostToDevice | Stream::DeviceToHost => {
+                let slower = self.pace.beside_host_per_s[stream.index()];
+                let beside_s = (self.now[Stream::Host.index()] - self.now[stream.index()]).clamp(0.0, bytes / slower);
+                beside_s + (bytes - beside_s * slower) / rate
+            }
+            _ => bytes / rate,
+        };
         self.now[stream.index()] += seconds;
         self.step.busy_s[stream.index()] += seconds;
     }
@@ -126,7 +137,9 @@ mod tests {
     /// Two copies of a second each, the second of which is computed with for a second behind the first.
     #[test]
     fn arithmetic_waits_for_what_it_uses_and_moves_go_on_beside_it() {
-        let mut line = Timeline::new(Pace { bytes_per_s: [100.0; Stream::ALL.len()], contention: 0.5 });
+        let bytes_per_s = [100.0; Stream::ALL.len()];
+        let pace = Pace { bytes_per_s, beside_host_per_s: [50.0; Stream::ALL.len()], contention: 0.5 };
+        let mut line = Timeline::new(pace);
         let at = |number| Mark { stream: Stream::HostToDevice, number };
         for number in 1..=2 {
             line.moves(Stream::HostToDevice, 100);
@@ -143,5 +156,11 @@ mod tests {
         assert_eq!(step.waited_s[Stream::HostToDevice.index()], 1.0);
         assert_eq!(step.busy_s[Stream::HostToDevice.index()], 2.0);
         assert_eq!(line.end_step(), StepTime::default());
+        // The host's cores work for a second, in which a copy moves 50 bytes; the other 50 take half a second.
+        let began = line.now[Stream::HostToDevice.index()];
+        line.now[Stream::Host.index()] = began;
+        line.moves(Stream::Host, 100);
+        line.moves(Stream::HostToDevice, 100);
+        assert_eq!(line.now[Stream::HostToDevice.index()], began + 1.5);
     }
 }

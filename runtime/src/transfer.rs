@@ -25,11 +25,14 @@ pub struct Traffic {
     pub gathered: u64,
     /// Sent in reductions.
     pub reduced: u64,
+    /// Of host memory, read and written by its cores' updates.
+    #[serde(default)]
+    pub updated: u64,
 }
 
 impl Traffic {
     /// Name and bytes of each link.
-    pub const fn links(&self) -> [(&'static str, u64); 6] {
+    pub const fn links(&self) -> [(&'static str, u64); 7] {
         [
             ("host to device", self.host_to_device),
             ("device to host", self.device_to_host),
@@ -37,6 +40,7 @@ impl Traffic {
             ("nvme write", self.nvme_write),
             ("gathered", self.gathered),
             ("reduced", self.reduced),
+            ("updates on the host", self.updated),
         ]
     }
 
@@ -50,6 +54,7 @@ impl Traffic {
             nvme_write: self.nvme_write - earlier.nvme_write,
             gathered: self.gathered - earlier.gathered,
             reduced: self.reduced - earlier.reduced,
+            updated: self.updated - earlier.updated,
         }
     }
 }
@@ -61,6 +66,8 @@ pub struct Transfer {
     /// For each stream, the latest mark of every other stream that it already waits for.
     waited: [[u64; Stream::ALL.len()]; Stream::ALL.len()],
     clock: Clock,
+    /// Since when the host's cores have what they are given.
+    host_begins: Option<Mark>,
     /// In a rehearsal: when all this would happen.
     timeline: Option<Timeline>,
 }
@@ -69,7 +76,8 @@ impl Transfer {
     /// Transfers on `backend`. `pace`: how fast it would be, where it only counts.
     pub fn new(backend: Arc<dyn Backend>, pace: Option<Pace>) -> Transfer {
         let timeline = pace.map(Timeline::new);
-        Transfer { backend, traffic: Traffic::default(), waited: Default::default(), clock: Clock::new(), timeline }
+        let (traffic, waited, clock) = (Traffic::default(), Default::default(), Clock::new());
+        Transfer { backend, traffic, waited, clock, host_begins: None, timeline }
     }
 
     /// Makes `stream` wait for `fence`.
@@ -111,6 +119,30 @@ impl Transfer {
         Fence::at(mark)
     }
 
+    /// The host's cores will read and write `bytes` of memory after `fence` and what was computed so far: it says whether
+    /// and by what factor they update.
+    pub fn works_on_host(&mut self, fence: Fence, bytes: u64) {
+        let computed = self.computed();
+        self.wait(Stream::Host, fence.and(computed));
+        self.traffic.updated += bytes;
+        self.host_begins = Some(self.backend.mark(Stream::Host));
+        if let Some(timeline) = &mut self.timeline {
+            timeline.moves(Stream::Host, bytes);
+        }
+    }
+
+    /// Marks the end of what the host's cores were given.
+    pub fn worked_on_host(&mut self) -> Fence {
+        let mark = self.backend.mark(Stream::Host);
+        if let Some(from) = self.host_begins.take() {
+            self.clock.busy(from, mark);
+        }
+        if let Some(timeline) = &mut self.timeline {
+            timeline.mark(mark);
+        }
+        Fence::at(mark)
+    }
+
     /// The operators of the tick that begins will take this long.
     pub fn work(&mut self, seconds: f64) {
         if let Some(timeline) = &mut self.timeline {
@@ -136,7 +168,7 @@ impl Transfer {
             Stream::DeviceToHost => &mut self.traffic.device_to_host,
             Stream::NvmeRead => &mut self.traffic.nvme_read,
             Stream::NvmeWrite => &mut self.traffic.nvme_write,
-            Stream::Compute | Stream::Collective => unreachable!("chunks move on the copy streams"),
+            Stream::Compute | Stream::Collective | Stream::Host => unreachable!("chunks move on the copy streams"),
         };
         *counted += source.bytes;
         Ok(Fence::at(self.moved(from, source.bytes)))

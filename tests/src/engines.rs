@@ -92,6 +92,7 @@ pub fn options(world: u64, dtype: DType, optimizer: Optimizer, tied: bool) -> Op
         optimizer: Some(optimizer),
         max_norm: 1.0,
         clip: Clip::Exact,
+        updates_on_host: 0,
         schedule: Schedule {
             base: 3e-3,
             decay: Decay::Constant,

@@ -25,14 +25,14 @@ enum Command {
 #[derive(Default)]
 struct Inside {
     memory: [Vec<u8>; 3],
-    queues: [VecDeque<Command>; 6],
-    issued: [u64; 6],
-    reached: [u64; 6],
+    queues: [VecDeque<Command>; Stream::ALL.len()],
+    issued: [u64; Stream::ALL.len()],
+    reached: [u64; Stream::ALL.len()],
     failure: Option<Error>,
     copies: u64,
     draws: u64,
     /// Bytes copied, by stream.
-    pub copied: [u64; 6],
+    pub copied: [u64; Stream::ALL.len()],
 }
 
 /// The backend.
@@ -51,14 +51,19 @@ impl Simulated {
         Simulated { seed, world, rank, failing_copy, inside: Mutex::default() }
     }
 
-    /// Queues on the compute stream: `span` holds `value` everywhere.
-    pub fn check(&self, span: Span, value: u8, what: String) {
-        self.issue(Stream::Compute, Command::Check(span, value, what));
+    /// The stream of operators on `span`.
+    fn works_on(span: Span) -> Stream {
+        if span.tier == Tier::Host { Stream::Host } else { Stream::Compute }
     }
 
-    /// Queues on the compute stream: `span` becomes `value` everywhere.
+    /// Queues on the stream of its operators: `span` holds `value` everywhere.
+    pub fn check(&self, span: Span, value: u8, what: String) {
+        self.issue(Self::works_on(span), Command::Check(span, value, what));
+    }
+
+    /// Queues on the stream of its operators: `span` becomes `value` everywhere.
     pub fn fill(&self, span: Span, value: u8) {
-        self.issue(Stream::Compute, Command::Fill(span, value));
+        self.issue(Self::works_on(span), Command::Fill(span, value));
     }
 
     /// Bytes copied so far on a stream.
@@ -72,7 +77,7 @@ impl Simulated {
         // Between two calls the streams make some progress, or none, or a lot.
         let steps = inside.draw(self.seed) % 6;
         for _ in 0..steps {
-            let stream = inside.draw(self.seed) as usize % 6;
+            let stream = inside.draw(self.seed) as usize % Stream::ALL.len();
             inside.step(stream, self.failing_copy);
         }
     }
@@ -179,8 +184,9 @@ impl Order for Simulated {
     fn join(&self, mark: Mark) -> Result<()> {
         let mut inside = self.inside.lock();
         while inside.reached[mark.stream.index()] < mark.number {
-            let start = inside.draw(self.seed) as usize % 6;
-            let moved = (0..6).any(|next| inside.step((start + next) % 6, self.failing_copy));
+            let streams = Stream::ALL.len();
+            let start = inside.draw(self.seed) as usize % streams;
+            let moved = (0..streams).any(|next| inside.step((start + next) % streams, self.failing_copy));
             assert!(moved, "deadlock: no stream can go on while {mark:?} is awaited");
         }
         inside.failure.clone().map_or(Ok(()), Err)
@@ -202,7 +208,7 @@ impl Order for Simulated {
             Stream::DeviceToHost => (Tier::Device, Tier::Host),
             Stream::NvmeRead => (Tier::Nvme, Tier::Host),
             Stream::NvmeWrite => (Tier::Host, Tier::Nvme),
-            Stream::Compute | Stream::Collective => panic!("chunks do not move on {stream:?}"),
+            Stream::Compute | Stream::Collective | Stream::Host => panic!("chunks do not move on {stream:?}"),
         };
         assert_eq!(tiers, expected, "wrong stream");
         self.issue(stream, Command::Copy(source, target));

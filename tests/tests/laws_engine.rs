@@ -63,14 +63,16 @@ fn held_to_plan(setup: &Setup, run: &Run, what: &str) {
 }
 
 /// Every policy × prefetch with plenty; then, with everything kept and with nothing kept, `auto` in budgets down to
-/// the least that plans, on two tiers and on three. With plenty the recompute level goes round, and at one rank the
-/// sharding and, without a tied table, the number of micro-batches that go together.
+/// the least that plans, on two tiers and on three. With plenty the recompute level goes round, and the number of groups
+/// that the host's cores update, and at one rank the sharding and, without a tied table, the number of micro-batches
+/// that go together.
 fn any_placement(mut setup: Setup<'static>, disk: &Path) {
     let reference = train(&setup, "reference");
     let check = |setup: &Setup<'static>, what: &str| {
         let what = format!("{what}, {}, prefetch {:?}, {:?}", setup.policy.name(), setup.prefetch, setup.options.keep);
         assert!(train(setup, &what)[0].bits == reference[0].bits, "L6: {what} ends in other bits");
     };
+    let on_host = setup.options.may_update_on_host(setup.world.into());
     let mut case = 0;
     for policy in POLICIES {
         for prefetch in [Some(0), Some(SMALL), None] {
@@ -82,12 +84,14 @@ fn any_placement(mut setup: Setup<'static>, disk: &Path) {
                     setup.options.round = 1 + case as u64 % MICROS;
                 }
             }
+            setup.options.updates_on_host = if on_host { [0, 1, 3, 5, 2][case % 5] } else { 0 };
             case += 1;
             check(&setup, "plenty");
         }
     }
     for (keep, prefetches) in [(Keep::All, [Some(0), None]), (Keep::Block, [Some(SMALL), None])] {
         setup.options.keep.fill(keep);
+        setup.options.updates_on_host = if on_host && keep == Keep::Block { 2 } else { 0 };
         setup.policy = &AutoPolicy::USUAL;
         for prefetch in prefetches {
             setup.prefetch = prefetch;
@@ -304,6 +308,7 @@ fn other_passes_in_between() {
         setup.policy = &AutoPolicy::USUAL;
         for (budgets, what) in tight {
             setup.budgets = budgets;
+            setup.options.updates_on_host = if what == "half on the device" { 3 } else { 0 };
             assert!(mixed(&setup) == reference, "L8: {what}, {world} ranks, {optimizer:?}");
         }
     }

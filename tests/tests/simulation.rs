@@ -26,6 +26,8 @@ struct Case {
     tied: bool,
     /// Bytes that each group keeps from its forward to its backward.
     kept: Vec<u64>,
+    /// The last groups, whose updates are made on the host.
+    on_host: u64,
     /// Rounds and parts of each, where gradients are summed over the ranks part by part.
     parts: Option<(u64, u64)>,
     seed: u64,
@@ -47,7 +49,7 @@ impl Case {
             })
             .collect();
         let most = if draw(7, 2) == 0 { 0 } else { 40 };
-        let kept = (0..groups.len() as u64).map(|group| 256 * (draw(30 + group, 1 + most))).collect();
+        let kept: Vec<u64> = (0..groups.len() as u64).map(|group| 256 * (draw(30 + group, 1 + most))).collect();
         let split = draw(3, 2) == 0;
         let formats = Formats {
             parameter: DType::Bf16,
@@ -59,7 +61,18 @@ impl Case {
         let layout = Layout::new(groups, formats, sharding, u64::from(world));
         let summed = sharding.gradients && world > 1 && draw(8, 2) == 0;
         let parts = summed.then(|| (1 + draw(9, 2), 1 + draw(10, 3)));
-        Case { layout, world, rank: draw(5, u64::from(world)) as u32, tied: draw(6, 2) == 0, kept, parts, seed }
+        let may = world == 1 || sharding.parameters == sharding.optimizer;
+        let on_host = if may && draw(11, 2) == 0 { draw(12, kept.len() as u64 + 1) } else { 0 };
+        Case {
+            layout,
+            world,
+            rank: draw(5, u64::from(world)) as u32,
+            tied: draw(6, 2) == 0,
+            kept,
+            on_host,
+            parts,
+            seed,
+        }
     }
 
     fn use_once(
@@ -174,11 +187,14 @@ impl Case {
             manager.tick("norm", group, self.activations(0))?;
             self.use_once(manager, touch, group, Role::Gradient, Access::ReadShard)?;
         }
-        for &group in &groups {
+        let (on_device, on_host) = groups.split_at(groups.len() - self.on_host as usize);
+        let on_host = on_host.iter().map(|group| (*group, Access::ReadOnHost, Access::UpdateOnHost));
+        let on_device = on_device.iter().map(|group| (*group, Access::ReadShard, Access::UpdateShard));
+        for (group, read, update) in on_host.chain(on_device) {
             manager.tick("update", group, self.activations(0))?;
-            self.use_once(manager, touch, group, Role::Gradient, Access::ReadShard)?;
+            self.use_once(manager, touch, group, Role::Gradient, read)?;
             for role in [Role::Master, Role::First, Role::Second, Role::Parameter] {
-                self.use_once(manager, touch, group, role, Access::UpdateShard)?;
+                self.use_once(manager, touch, group, role, update)?;
             }
         }
         manager.end_pass()
@@ -242,7 +258,7 @@ fn plan(case: &Case) -> Result<Plan> {
         &*policy(case),
         budgets(case),
         lookahead,
-        Pace { bytes_per_s: [1e9; Stream::ALL.len()], contention: 0.0 },
+        Pace { bytes_per_s: [1e9; Stream::ALL.len()], beside_host_per_s: [1e9; Stream::ALL.len()], contention: 0.0 },
         0,
         &dry,
         &[Pass::Train],

@@ -95,6 +95,7 @@ pub fn memory(
         Some(Stream::NvmeWrite),
         Some(Stream::Collective),
         None,
+        Some(Stream::Host),
     ];
     let counted = planned.links().into_iter().zip(counted.links()).zip(streams);
     let links = counted.map(|(((link, planned), (_, counted)), stream)| LinkReport {

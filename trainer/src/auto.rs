@@ -2,7 +2,8 @@
 //! those that fit.
 //!
 //! Open are how much each block keeps, how many micro-batches go through the model together, and, where not everything
-//! fits the device, the size of the window and how far prefetch runs ahead. None of it changes a bit of the results.
+//! fits the device, the size of the window, how far prefetch runs ahead, and how many of the updates the host's cores
+//! make. None of it changes a bit of the results.
 
 use crate::activations::Keep;
 use crate::blueprint::{Blueprint, Options};
@@ -23,6 +24,10 @@ const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
 /// way to what is wanted sooner, and come again.
 const PARTS: [f64; 2] = [0.5, 0.25];
 
+/// Shares of the updates to try on the host's cores, from those that hide best: while the link brings states for the
+/// device, these cores update others where they lie.
+const ON_HOST: [f64; 6] = [1.0 / 16.0, 1.0 / 8.0, 3.0 / 16.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.0];
+
 /// A way of running.
 #[derive(Clone)]
 struct Way {
@@ -38,6 +43,14 @@ impl Way {
         let (backend, rates, budgets) = (&*hardware.backend, &hardware.rates, hardware.budgets.clone());
         let policy = policy(settings, self.window);
         Ok(self.blueprint.plan(backend, rates, &*policy, budgets, self.prefetch, length)?)
+    }
+
+    /// The same with this share of the updates on the host.
+    fn updating_on_host(&self, share: f64, hardware: &Hardware, world: u32) -> Way {
+        let options = self.blueprint.options().clone();
+        let groups = self.blueprint.groups().count();
+        let options = Options { updates_on_host: on_host(share, groups), ..options };
+        Way { blueprint: Blueprint::for_world(options, &*hardware.backend, world), ..self.clone() }
     }
 
     /// Seconds of a step's arithmetic: no plan is faster.
@@ -126,16 +139,34 @@ pub fn plan_saving(
 
 /// Seconds of a step that no way of running undercuts.
 pub fn floor_s(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> f64 {
-    ways(settings, options, hardware, world).first().map_or(0.0, |(floor_s, _)| *floor_s)
+    let Some((floor_s, way)) = ways(settings, options, hardware, world).into_iter().next() else { return 0.0 };
+    if !shares_updates(settings, options, hardware, world) {
+        return floor_s;
+    }
+    let sharing = ON_HOST.map(|share| way.updating_on_host(share, hardware, world).floor_s(hardware));
+    sharing.into_iter().fold(floor_s, f64::min)
+}
+
+/// How many of the groups a share is: at least one of any.
+fn on_host(share: f64, groups: u64) -> u64 {
+    ((share * groups as f64).round() as u64).max(u64::from(share > 0.0))
+}
+
+/// Whether it is open which updates the host's cores make.
+fn shares_updates(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> bool {
+    let open = settings.memory.cpu_update.is_none() && settings.memory.plugin.spills();
+    open && hardware.rates.host_updates.is_some() && options.may_update_on_host(world.into())
 }
 
 /// The ways that the settings leave open, each with [`Way::floor_s`]: the fewest operations first.
 fn ways(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> Vec<(f64, Way)> {
+    let groups = options.config.num_hidden_layers + 2;
+    let updates_on_host = on_host(settings.memory.cpu_update.unwrap_or(0.0), groups);
     let mut ways: Vec<(f64, Way)> = Vec::new();
     for round in rounds(options, world) {
         for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
             for first_keep in first_levels(settings.memory.recompute, &keep, round < options.micro_batches) {
-                let options = Options { round, keep: keep.clone(), first_keep, ..options.clone() };
+                let options = Options { round, keep: keep.clone(), first_keep, updates_on_host, ..options.clone() };
                 let blueprint = Blueprint::for_world(options, &*hardware.backend, world);
                 let way = Way { blueprint, window: WINDOWS[0], prefetch: settings.memory.prefetch };
                 ways.push((way.floor_s(hardware), way));
@@ -185,6 +216,13 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
         let part = |part: &f64| Some((part * best.window_bytes as f64) as u64);
         let nearer: Vec<Way> = PARTS.iter().map(|bytes| Way { prefetch: part(bytes), ..best.way.clone() }).collect();
         fitting.extend(nearer.into_iter().filter_map(|way| compare(way).ok()));
+        sort(&mut fitting);
+    }
+    if shares_updates(settings, &options, hardware, world) {
+        let best: Vec<Way> = fitting.iter().take(2).filter(waits).map(|best| best.way.clone()).collect();
+        for (way, share) in best.iter().flat_map(|way| ON_HOST.map(|share| (way, share))) {
+            fitting.extend(compare(way.updating_on_host(share, hardware, world)));
+        }
         sort(&mut fitting);
     }
     // A longer rehearsal can find a window too full of holes that a short one found good.

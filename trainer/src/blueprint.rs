@@ -75,6 +75,9 @@ pub struct Options {
     pub max_norm: f32,
     /// Whose norm that is.
     pub clip: Clip,
+    /// Groups whose updates the host's cores make, the last ones; 0: the device makes all. None with
+    /// [`Clip::Lagged`], and only where [`Options::may_update_on_host`].
+    pub updates_on_host: u64,
     /// Learning rates.
     pub schedule: Schedule,
     /// Dynamic loss scale (fp16), or none.
@@ -105,6 +108,13 @@ impl Options {
     /// summed over them once.
     pub fn sums_at_once(&self, world: u64) -> bool {
         !self.sync_each_batch && self.splits_gradients(world)
+    }
+
+    /// Whether the host's cores may make updates of one of `world` ranks: each group's by itself once the norm is known, of
+    /// states and weights that this rank alone has.
+    pub fn may_update_on_host(&self, world: u64) -> bool {
+        let splits = self.sharding.optimizer && self.shards.map_or(world, u64::from) > 1;
+        self.optimizer.is_some() && self.clip == Clip::Exact && (!splits || self.sharding.parameters)
     }
 
     /// Whether each of `world` ranks keeps a part of the gradients only.
@@ -180,7 +190,9 @@ impl Blueprint {
         };
         let sync_each_batch = options.sums_one_by_one(world);
         let first_round = activations.first_round();
-        Blueprint { options, model: Model { shape, groups, activations, first_round, sync_each_batch }, layout, inputs }
+        let updated_on_host = groups.count() - options.updates_on_host.min(groups.count())..groups.count();
+        let model = Model { shape, groups, activations, first_round, sync_each_batch, updated_on_host };
+        Blueprint { options, model, layout, inputs }
     }
 
     /// What the run computes with.

@@ -64,6 +64,7 @@ impl Estimate {
             Some(Stream::Collective) => "collectives",
             Some(Stream::NvmeRead) => "nvme read",
             Some(Stream::NvmeWrite) => "nvme write",
+            Some(Stream::Host) => "updates on the host",
             Some(Stream::Compute) | None => "compute",
         }
     }
@@ -101,6 +102,8 @@ pub enum Tick {
     Norm,
     /// A group's update.
     Update,
+    /// The same, by the host's cores.
+    UpdateOnHost,
     /// A group's Hessian estimate.
     Hessian,
 }
@@ -116,6 +119,7 @@ impl Tick {
             Tick::EmbedBackward => "embed backward",
             Tick::Norm => "norm",
             Tick::Update => "update",
+            Tick::UpdateOnHost => "update on the host",
             Tick::Hessian => "hessian",
         }
     }
@@ -187,7 +191,7 @@ impl Costs {
         let (micros, added) = (micros as f64, added as f64);
         let (update_s, add_s) = self.groups_s[group.index()];
         match tick {
-            Tick::Embed | Tick::EmbedBackward | Tick::Norm | Tick::Hessian => 0.0,
+            Tick::Embed | Tick::EmbedBackward | Tick::Norm | Tick::Hessian | Tick::UpdateOnHost => 0.0,
             Tick::Forward(_) => micros * self.forward_s,
             Tick::Head => micros * self.head_s + added * add_s,
             Tick::Backward(block) => micros * self.backward_s[keep[block as usize] as usize] + added * add_s,
@@ -205,7 +209,9 @@ impl Costs {
         });
         let forward_s = micros as f64 * (self.forward_s * options.keep.len() as f64 + self.head_s);
         let added = micros.saturating_sub(1) as f64;
-        let groups_s = self.groups_s.iter().map(|(update_s, add_s)| update_s + added * add_s).sum::<f64>();
+        let on_device = self.groups_s.len() - options.updates_on_host as usize;
+        let update_s = self.groups_s[..on_device].iter().map(|(update_s, _)| update_s).sum::<f64>();
+        let groups_s = update_s + added * self.groups_s.iter().map(|(_, add_s)| add_s).sum::<f64>();
         forward_s + blocks.sum::<f64>() + groups_s
     }
 }
@@ -219,7 +225,13 @@ pub fn pace(rates: &Rates) -> Pace {
         Stream::Collective => rates.collectives,
         Stream::NvmeRead => rates.nvme_read,
         Stream::NvmeWrite => rates.nvme_write,
+        Stream::Host => rates.host_updates.unwrap_or(rates.device_memory),
+    });
+    let beside_host_per_s = Stream::ALL.map(|stream| match stream {
+        Stream::HostToDevice => rates.host_to_device_beside_updates.min(rates.host_to_device),
+        Stream::DeviceToHost => rates.device_to_host_beside_updates.min(rates.device_to_host),
+        other => bytes_per_s[other.index()],
     });
     // Measured: products beside copies run slower by 4 to 8 % of the copies' time.
-    Pace { bytes_per_s, contention: 0.06 }
+    Pace { bytes_per_s, beside_host_per_s, contention: 0.06 }
 }

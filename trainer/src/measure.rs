@@ -1,14 +1,14 @@
 //! `castor doctor --bench`: how much this machine does per second, measured through the [`Backend`] trait alone.
 //!
 //! Measures what [`crate::estimate`] reckons with: a matrix product, attention, device memory, the link in each direction and in
-//! both at once, and the disk. It knows no backend; what it finds is kept by [`crate::rates`].
+//! both at once, updates by the host's cores beside it, and the disk. It knows no backend; what it finds is kept by [`crate::rates`].
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use castor_kernels::ops::{Attention, Linear};
-use castor_kernels::{Backend, DType, Span, Stream, Tier, View, rng};
+use castor_kernels::ops::{AdamW, Attention, Linear, State, Update, control};
+use castor_kernels::{Backend, DType, Mark, Span, Stream, Tier, View, rng};
 use castor_runtime::Bytes;
 
 use crate::error::Result;
@@ -22,6 +22,18 @@ const RUNS: usize = 9;
 
 /// After this long no further run of a rate is begun.
 const LIMIT: Duration = Duration::from_millis(500);
+
+/// Updates of the host's cores that are timed together.
+const UPDATES: u64 = 4;
+
+/// Bytes of one of the copies that are counted beside them.
+const BESIDE_BYTES: u64 = 32 << 20;
+
+/// Copies each way that are on their way at once beside them.
+const BESIDE_COPIES: usize = 8;
+
+/// Pause between two looks at them.
+const LOOK: Duration = Duration::from_micros(50);
 
 /// Bytes of one copy to or from the disk.
 const DISK_COPY_BYTES: u64 = 8 << 20;
@@ -40,6 +52,8 @@ pub struct Size {
     pub attention: Attention,
     /// Type of the elements.
     pub dtype: DType,
+    /// Parameters whose states the host's cores update; 0: that is not measured, for they are the device.
+    pub updated: u64,
     /// How long a load like a step's goes on before products are timed: a device slows down under it.
     pub heat: Duration,
 }
@@ -64,6 +78,7 @@ impl Size {
                 product: Linear { tokens: 16384, inputs: 11008, outputs: 4096 },
                 attention: heads(8, 2048, 32, 128),
                 dtype: if backend.computes_in(DType::Bf16) { DType::Bf16 } else { DType::F16 },
+                updated: 128 << 20,
                 heat: Duration::from_secs(2),
             },
             _ => Size {
@@ -71,8 +86,29 @@ impl Size {
                 product: Linear { tokens: 256, inputs: 1024, outputs: 2048 },
                 attention: heads(1, 256, 4, 64),
                 dtype: DType::F32,
+                updated: 0,
                 heat: Duration::ZERO,
             },
+        }
+    }
+
+    /// The state that the host's cores update, behind `begin` in host memory: AdamW's usual one.
+    fn state(&self, begin: u64) -> State {
+        let mut top = begin;
+        let mut place = |dtype: DType| {
+            let span = Span::new(Tier::Host, top, dtype.bytes(self.updated));
+            top = span.end();
+            span.view(dtype)
+        };
+        State {
+            parameter: place(DType::Bf16),
+            gradient: place(DType::Bf16),
+            master: Some(place(DType::Rem16)),
+            first: place(DType::F32),
+            second: place(DType::F32),
+            decayed: self.updated,
+            seed: 0,
+            first_element: 0,
         }
     }
 }
@@ -171,6 +207,13 @@ pub fn measure(backend: &dyn Backend, size: &Size, nvme: Option<&Path>) -> casto
     let [up_s, down_s] = bench.median([Stream::HostToDevice, Stream::DeviceToHost], || up().and_then(|()| down()))?;
     keep(Rate::HostToDevice, bytes, up_s, &how);
     keep(Rate::DeviceToHost, bytes, down_s, &how);
+    if size.updated > 0 {
+        let how = format!("AdamW of {} parameters, f32 moments, bf16 and remainder", size.updated);
+        let [updates, up, down] = bench.beside_updates(size)?;
+        keep(Rate::HostUpdates, updates, 1.0, &how);
+        keep(Rate::HostToDeviceBesideUpdates, up, 1.0, &format!("{} at once", Bytes(BESIDE_BYTES)));
+        keep(Rate::DeviceToHostBesideUpdates, down, 1.0, &format!("{} at once", Bytes(BESIDE_BYTES)));
+    }
     let disk = nvme.map(|_| bench.disk()).transpose()?.map(Measured::now);
     Ok(Found { device: Measured::now(device), disk })
 }
@@ -188,6 +231,7 @@ struct Bench<'a> {
     d_out: View,
     d_qkv: View,
     scratch: View,
+    control: View,
     /// What a copy reads or writes.
     device: [Span; 2],
     host: [Span; 2],
@@ -212,23 +256,42 @@ impl<'a> Bench<'a> {
         let stats = device(DType::F32.bytes(a.tokens() * a.heads)).view(DType::F32);
         let scratch_bytes = backend.attention_scratch_bytes(a, size.dtype, false).next_multiple_of(4);
         let scratch = device(scratch_bytes).view(DType::F32);
+        let control = device(DType::F32.bytes(control::COUNT)).view(DType::F32);
         let copies = [device(size.copy_bytes), device(size.copy_bytes)];
+        let state = size.state(2 * size.copy_bytes);
         backend.reserve(Tier::Device, top, None)?;
-        backend.reserve(Tier::Host, 2 * size.copy_bytes, None)?;
+        backend.reserve(Tier::Host, state.second.span.end(), None)?;
         if nvme.is_some() {
             backend.reserve(Tier::Nvme, size.copy_bytes, nvme)?;
         }
         backend.set_workspace(workspace);
         let host = [0, size.copy_bytes].map(|offset| Span::new(Tier::Host, offset, size.copy_bytes));
         let copy_bytes = size.copy_bytes;
-        let bench =
-            Bench { backend, copy_bytes, x, w, y, qkv, out, stats, d_out, d_qkv, scratch, device: copies, host };
+        let bench = Bench {
+            backend,
+            copy_bytes,
+            x,
+            w,
+            y,
+            qkv,
+            out,
+            stats,
+            d_out,
+            d_qkv,
+            scratch,
+            control,
+            device: copies,
+            host,
+        };
         // Products of zeros and writes of zeros are faster than real ones.
         for view in [x, w, qkv, d_out] {
             bench.fill(view)?;
         }
         for span in bench.host.into_iter().chain(copies) {
             bench.fill(span.view(size.dtype))?;
+        }
+        for view in [state.parameter, state.gradient, state.first] {
+            bench.fill(view)?;
         }
         Ok(bench)
     }
@@ -249,6 +312,50 @@ impl<'a> Bench<'a> {
             done += bytes;
         }
         Ok(())
+    }
+
+    /// Bytes per second of host memory that the host's cores read and write in updates, and that copies move each way
+    /// meanwhile.
+    fn beside_updates(&self, size: &Size) -> castor_kernels::Result<[f64; 3]> {
+        let backend = self.backend;
+        let mut scalars = [0f32; control::COUNT as usize];
+        scalars[control::MULTIPLIER as usize] = 1.0;
+        scalars[control::FINITE as usize] = 1.0;
+        backend.upload(self.control.span, &scalars.map(f32::to_le_bytes).concat())?;
+        let rule =
+            AdamW { lr: 0.0, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, inv_bias1: 1.0, inv_bias2: 1.0 };
+        let state = size.state(2 * size.copy_bytes);
+        let begun = Instant::now();
+        for _ in 0..UPDATES {
+            backend.update(Update::AdamW(rule), state, self.control);
+        }
+        let updated = backend.mark(Stream::Host);
+        let bytes = BESIDE_BYTES.min(self.copy_bytes);
+        let ways = [
+            (Stream::HostToDevice, self.host[0], self.device[0]),
+            (Stream::DeviceToHost, self.device[1], self.host[1]),
+        ];
+        let mut copies = ways.map(|_| Vec::new());
+        let done = |marks: &[Mark]| marks.iter().take_while(|mark| backend.reached(**mark)).count();
+        while !backend.reached(updated) {
+            for ((stream, source, target), marks) in ways.into_iter().zip(&mut copies) {
+                while marks.len() < done(marks) + BESIDE_COPIES {
+                    backend.copy(stream, source.part(0, bytes), target.part(0, bytes))?;
+                    marks.push(backend.mark(stream));
+                }
+            }
+            std::thread::sleep(LOOK);
+        }
+        let seconds = begun.elapsed().as_secs_f64();
+        let moved = copies.each_ref().map(|marks| done(marks) as u64 * bytes);
+        for mark in copies.iter().flat_map(|marks| marks.last()) {
+            backend.join(*mark)?;
+        }
+        let State { parameter, gradient, master, first, second, .. } = state;
+        let written = [Some(parameter), master, Some(first), Some(second)];
+        let both = 2 * written.into_iter().flatten().map(|view| view.span.bytes).sum::<u64>();
+        let updates = (UPDATES * (both + gradient.span.bytes)) as f64;
+        Ok([updates / seconds, moved[0] as f64 / seconds, moved[1] as f64 / seconds])
     }
 
     fn disk(&self) -> castor_kernels::Result<BTreeMap<Rate, MeasuredRate>> {
@@ -334,11 +441,12 @@ mod tests {
         let product = Linear { tokens: 32, inputs: 64, outputs: 48 };
         let attention =
             Attention { batch: 1, sequence: 16, heads: 2, kv_heads: 1, head_dim: 8, fused: true, deterministic: false };
-        let size = Size { copy_bytes: 2 << 20, product, attention, dtype: DType::F32, heat: Duration::ZERO };
+        let size =
+            Size { copy_bytes: 2 << 20, product, attention, dtype: DType::F32, updated: 1 << 20, heat: Duration::ZERO };
         let found = measure(&cpu, &size, Some(folder.path())).unwrap();
         let disk = found.disk.unwrap().rates;
         let all: BTreeMap<Rate, MeasuredRate> = found.device.rates.into_iter().chain(disk).collect();
-        assert_eq!(all.len(), 9, "{all:?}");
+        assert_eq!(all.len(), 12, "{all:?}");
         assert!(all.values().all(|rate| rate.value.is_finite() && rate.value > 0.0), "{all:?}");
         // A paced engine sleeps: never faster than its rate but for the lateness that it makes up for, and a busy machine
         // may wake it late. A mistake of direction, unit or size is further off than these bounds.

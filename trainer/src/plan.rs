@@ -117,6 +117,10 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     let first =
         if blueprint.options().first_keep == Keep::Block { "; in the first round their input alone" } else { "" };
     println!("  blocks keep   {}{first}", levels.join(", "));
+    if let updates @ 1.. = blueprint.options().updates_on_host {
+        let groups = blueprint.groups().count();
+        println!("  updates       the last {updates} of {groups} groups by the host's cores, the others on the device");
+    }
     println!("  together      {} of {} micro-batches", blueprint.options().round, blueprint.options().micro_batches);
     println!("  estimated     {estimate}");
     if let Some(wear) = estimate.wear(&plan, local, settings.memory.nvme_endurance) {

@@ -48,6 +48,13 @@ pub struct Preset {
     pub what: &'static str,
 }
 
+impl Preset {
+    /// Whether optimizer states may lie on the host for the plan's sake: then the host's cores may update them.
+    pub const fn spills(&self) -> bool {
+        matches!(self.placement, Placement::Host | Placement::HostFirst | Placement::DeviceFirst | Placement::Auto)
+    }
+}
+
 const NONE: Sharding = Sharding { parameters: false, gradients: false, optimizer: false };
 const ZERO1: Sharding = Sharding { optimizer: true, ..NONE };
 const ZERO2: Sharding = Sharding { gradients: true, ..ZERO1 };

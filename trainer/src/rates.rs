@@ -32,6 +32,13 @@ pub struct Rates {
     pub host_to_device: f64,
     /// Bytes from device to host, while as many go the other way.
     pub device_to_host: f64,
+    /// Bytes of host memory, read and written by its cores' updates while copies go both ways; none where these cores
+    /// are the device.
+    pub host_updates: Option<f64>,
+    /// Bytes from host to device, while as many go the other way and the host's cores update.
+    pub host_to_device_beside_updates: f64,
+    /// Bytes from device to host, the same.
+    pub device_to_host_beside_updates: f64,
     /// Bytes received in all-gathers or sent in reductions; not measured, for it takes several ranks.
     pub collectives: f64,
     /// Bytes from disk to host.
@@ -56,6 +63,9 @@ impl Rates {
                 device_memory: 3.5e12,
                 host_to_device: 48.5e9,
                 device_to_host: 48.5e9,
+                host_updates: Some(54e9),
+                host_to_device_beside_updates: 38.8e9,
+                device_to_host_beside_updates: 48.5e9,
                 collectives: 240e9,
                 nvme_read: 1.5e9,
                 nvme_write: 2.6e9,
@@ -68,6 +78,9 @@ impl Rates {
                 device_memory: 10e9,
                 host_to_device: 5e9,
                 device_to_host: 5e9,
+                host_updates: None,
+                host_to_device_beside_updates: 5e9,
+                device_to_host_beside_updates: 5e9,
                 collectives: 1e9,
                 nvme_read: 0.5e9,
                 nvme_write: 0.5e9,
@@ -130,6 +143,9 @@ impl Rates {
                 Rate::DeviceToHost => self.device_to_host = *value,
                 Rate::NvmeRead => self.nvme_read = *value,
                 Rate::NvmeWrite => self.nvme_write = *value,
+                Rate::HostUpdates => self.host_updates = Some(*value),
+                Rate::HostToDeviceBesideUpdates => self.host_to_device_beside_updates = *value,
+                Rate::DeviceToHostBesideUpdates => self.device_to_host_beside_updates = *value,
                 Rate::HostToDeviceAlone | Rate::DeviceToHostAlone => {}
             }
         }
@@ -141,10 +157,17 @@ impl Rates {
         Rates {
             host_to_device: cap(self.host_to_device, emulated.h2d),
             device_to_host: cap(self.device_to_host, emulated.d2h),
+            host_to_device_beside_updates: cap(self.host_to_device_beside_updates, emulated.h2d),
+            device_to_host_beside_updates: cap(self.device_to_host_beside_updates, emulated.d2h),
             nvme_read: cap(self.nvme_read, emulated.nvme_read),
             nvme_write: cap(self.nvme_write, emulated.nvme_write),
             ..self
         }
+    }
+
+    /// These rates for each of `local` ranks that share the host's cores.
+    pub fn shared_by(self, local: u32) -> Rates {
+        Rates { host_updates: self.host_updates.map(|rate| rate / f64::from(local)), ..self }
     }
 
     /// Where they come from, for people. `disk`: whether the disk's are used.
@@ -180,6 +203,12 @@ pub enum Rate {
     HostToDevice,
     /// Device to host while as much goes the other way, B/s.
     DeviceToHost,
+    /// Host memory read and written by its cores' updates, beside copies both ways, B/s.
+    HostUpdates,
+    /// Host to device beside these, B/s.
+    HostToDeviceBesideUpdates,
+    /// Device to host beside these, B/s.
+    DeviceToHostBesideUpdates,
     /// Disk to host, B/s.
     NvmeRead,
     /// Host to disk, B/s.
@@ -197,6 +226,9 @@ impl Rate {
             Rate::DeviceToHostAlone => "device to host, alone",
             Rate::HostToDevice => "host to device, both ways",
             Rate::DeviceToHost => "device to host, both ways",
+            Rate::HostUpdates => "updates on the host, beside both",
+            Rate::HostToDeviceBesideUpdates => "host to device, beside updates",
+            Rate::DeviceToHostBesideUpdates => "device to host, beside updates",
             Rate::NvmeRead => "disk to host",
             Rate::NvmeWrite => "host to disk",
         }
@@ -219,6 +251,8 @@ impl Rate {
             Rate::HostToDeviceAlone | Rate::DeviceToHostAlone => "to compare: a step uses both ways at once",
             Rate::HostToDevice => "time to fetch what lies off the device",
             Rate::DeviceToHost => "time to bring it back",
+            Rate::HostUpdates => "time of updates by the host's cores",
+            Rate::HostToDeviceBesideUpdates | Rate::DeviceToHostBesideUpdates => "time of copies meanwhile",
             Rate::NvmeRead => "time to fetch what lies on the disk",
             Rate::NvmeWrite => "time to bring it back to the disk",
         }
@@ -451,7 +485,8 @@ mod tests {
     fn an_emulated_link_is_no_faster_than_asked() {
         let emulated = EmulatedLinks { h2d: Some(0.25), d2h: Some(1e6), ..EmulatedLinks::default() };
         let rates = Rates::assumed("cpu").within(&emulated);
-        assert_eq!(rates, Rates { host_to_device: 0.25e9, ..Rates::assumed("cpu") });
+        let slow = Rates { host_to_device: 0.25e9, host_to_device_beside_updates: 0.25e9, ..Rates::assumed("cpu") };
+        assert_eq!(rates, slow);
     }
 
     #[test]

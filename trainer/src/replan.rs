@@ -49,6 +49,8 @@ pub struct Measured {
     pub nvme_read: Option<f64>,
     /// From host to disk.
     pub nvme_write: Option<f64>,
+    /// Of host memory, by its cores' updates.
+    pub host_updates: Option<f64>,
 }
 
 /// The clocks at a border between two steps.
@@ -122,22 +124,35 @@ impl Reading {
             collectives: rate(Stream::Collective, moved.gathered + moved.reduced),
             nvme_read: rate(Stream::NvmeRead, moved.nvme_read),
             nvme_write: rate(Stream::NvmeWrite, moved.nvme_write),
+            host_updates: rate(Stream::Host, moved.updated),
         })
     }
 }
 
 impl Measured {
-    /// `rates`, by which a step was to take the times `planned`, put right by what was measured: links that were busy
-    /// enough by their own bytes, and all arithmetic alike by its seconds.
-    pub fn rates(&self, planned: &StepTime, rates: &Rates) -> Rates {
+    /// `rates`, by which a step was to take the times `planned` and move `bytes`, put right by what was measured: links that
+    /// were busy enough by their own bytes, and all arithmetic alike by its seconds.
+    pub fn rates(&self, planned: &StepTime, bytes: &Traffic, rates: &Rates) -> Rates {
         let (computed, expected) = (self.step_s - self.waited_s, planned.step_s - planned.waited_s.iter().sum::<f64>());
         let slower = if computed > 0.0 && expected > 0.0 { computed / expected } else { 1.0 };
+        // Beside updates by the host's cores copies are slower, planned as well as measured.
+        let beside = planned.busy_s[Stream::Host.index()] > 0.0;
+        let faster = |measured: Option<f64>, rate: f64, stream: Stream, bytes: u64| {
+            let busy_s = planned.busy_s[stream.index()];
+            let expected = if beside && busy_s > 0.0 { bytes as f64 / busy_s } else { rate };
+            measured.map_or(1.0, |measured| measured / expected)
+        };
+        let up = faster(self.host_to_device, rates.host_to_device, Stream::HostToDevice, bytes.host_to_device);
+        let down = faster(self.device_to_host, rates.device_to_host, Stream::DeviceToHost, bytes.device_to_host);
         Rates {
             products: rates.products / slower,
             attention: rates.attention / slower,
             device_memory: rates.device_memory / slower,
-            host_to_device: self.host_to_device.unwrap_or(rates.host_to_device),
-            device_to_host: self.device_to_host.unwrap_or(rates.device_to_host),
+            host_to_device: rates.host_to_device * up,
+            device_to_host: rates.device_to_host * down,
+            host_to_device_beside_updates: rates.host_to_device_beside_updates * up,
+            device_to_host_beside_updates: rates.device_to_host_beside_updates * down,
+            host_updates: rates.host_updates.map(|rate| self.host_updates.unwrap_or(rate)),
             collectives: self.collectives.unwrap_or(rates.collectives),
             nvme_read: self.nvme_read.unwrap_or(rates.nvme_read),
             nvme_write: self.nvme_write.unwrap_or(rates.nvme_write),
@@ -230,28 +245,37 @@ mod tests {
 
     #[test]
     fn rates_are_put_right_by_what_was_measured() {
+        let assumed = Rates::assumed("cuda");
         let measured = Measured {
             step_s: 5.0,
             waited_s: 1.0,
-            host_to_device: Some(7.0),
+            host_to_device: Some(2.0 * assumed.host_to_device),
             device_to_host: None,
             collectives: None,
             nvme_read: None,
             nvme_write: Some(3.0),
+            host_updates: Some(9.0),
         };
         let mut planned = StepTime { step_s: 3.0, ..StepTime::default() };
         planned.waited_s[Stream::HostToDevice.index()] = 1.0;
-        let assumed = Rates::assumed("cpu");
         let expected = Rates {
             products: assumed.products / 2.0,
             attention: assumed.attention / 2.0,
             device_memory: assumed.device_memory / 2.0,
-            host_to_device: 7.0,
+            host_to_device: 2.0 * assumed.host_to_device,
+            host_to_device_beside_updates: 2.0 * assumed.host_to_device_beside_updates,
+            host_updates: Some(9.0),
             nvme_write: 3.0,
             ..assumed
         };
-        assert_eq!(measured.rates(&planned, &assumed), expected);
-        let nothing = Measured { step_s: 0.0, waited_s: 0.0, host_to_device: None, nvme_write: None, ..measured };
-        assert_eq!(nothing.rates(&planned, &assumed), assumed);
+        let bytes = Traffic { host_to_device: assumed.host_to_device as u64, ..Traffic::default() };
+        assert_eq!(measured.rates(&planned, &bytes, &assumed), expected);
+        // Half as fast as the link would be alone was expected beside the host's updates.
+        planned.busy_s[Stream::Host.index()] = 1.0;
+        planned.busy_s[Stream::HostToDevice.index()] = 2.0;
+        let beside = measured.rates(&planned, &bytes, &assumed);
+        assert_eq!(beside.host_to_device, 4.0 * assumed.host_to_device);
+        let nothing = Measured { step_s: 0.0, host_to_device: None, nvme_write: None, host_updates: None, ..measured };
+        assert_eq!(nothing.rates(&planned, &bytes, &assumed), assumed);
     }
 }

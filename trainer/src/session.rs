@@ -54,7 +54,7 @@ impl Hardware {
         let cache = RateCache::path().as_deref().map(RateCache::read).unwrap_or_default();
         let known = Rates::known(&backend.device(), settings.memory.nvme.as_deref(), &cache);
         let known = if backend.device().backend == "cpu" { known.within(&settings.backend.emulated) } else { known };
-        let (rates, budgets) = agreement::common(&*backend, known, budgets)?;
+        let (rates, budgets) = agreement::common(&*backend, known.shared_by(world.local_world), budgets)?;
         Ok(Hardware { backend, budgets, room, rates, notices })
     }
 
@@ -274,6 +274,7 @@ pub fn options(
         optimizer: Some(optimizer),
         max_norm: o.grad_clip.unwrap_or(0.0),
         clip: o.clip,
+        updates_on_host: 0,
         schedule: Schedule {
             base: schedule.lr,
             decay: match schedule.kind {

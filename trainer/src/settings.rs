@@ -247,6 +247,8 @@ pub struct MemorySettings {
     pub flash_attention: bool,
     /// Bytes fetched ahead; None: the plan decides.
     pub prefetch: Option<u64>,
+    /// Share of the updates that the host's cores make; None: the plan decides.
+    pub cpu_update: Option<f64>,
     /// Whether the run is planned once more by what its first steps measured.
     pub replan: bool,
     /// Updates that the memory collector records.

@@ -1,8 +1,8 @@
 //! One pass over the model, tick by tick: each group's update and forward, head, backward, norm.
 //!
 //! A step's updates are made by the next step, each shortly before the forward that needs its weights: behind it
-//! the states of the groups to come are on their way, and by then the exact global norm is known. What no next
-//! step will make, [`Step::update`] makes. Where the last step's norm serves in place of this one's
+//! the states of the groups to come are on their way, and by then the exact global norm is known. Those that the host's
+//! cores make are given to them when the step begins. What no next step will make, [`Step::update`] makes. Where the last step's norm serves in place of this one's
 //! ([`crate::optimizer::Clip::Lagged`]), an update is made right behind the backward that it follows from.
 //!
 //! A step goes through the model in *rounds*, each with a part of its micro-batches. Within a round the order is
@@ -48,6 +48,8 @@ pub(crate) struct Model {
     pub first_round: Activations,
     /// Whether each micro-batch's gradient is summed over the ranks by itself.
     pub sync_each_batch: bool,
+    /// The groups whose updates the host's cores make: the last ones, whose weights the forward wants last.
+    pub updated_on_host: Range<u64>,
 }
 
 /// The update of a step that a later pass makes.
@@ -175,6 +177,7 @@ impl<'a> Step<'a> {
         let blocks = model.shape.blocks;
         let nth = |index| if index < blocks { model.groups.block(index) } else { model.groups.head() };
         let ahead = u64::from(self.ops.world() > 1);
+        self.updates_on_host(due, Phase::Embed)?;
         self.update_due(due, Groups::EMBEDDING, Phase::Embed)?;
         for index in 0..ahead {
             self.update_due(due, nth(index), Phase::Embed)?;

@@ -71,6 +71,7 @@ fn options(sequence: u64, batch: u64, document_mask: bool, fused_attention: bool
         optimizer: None,
         max_norm: 0.0,
         clip: castor_trainer::optimizer::Clip::Exact,
+        updates_on_host: 0,
         schedule: constant(0.0),
         loss_scale: None,
         seed: 5,

@@ -46,6 +46,53 @@ fn a_model_that_fits_beside_a_small_window() {
     }
 }
 
+/// The host's cores update what a slow link could not bring in time, if they are fast; as many as the user says; and who
+/// updates changes no loss.
+#[test]
+fn the_hosts_cores_take_their_share() {
+    let folder = Folder::new();
+    let rates = |host_updates: f64| {
+        let rates = [("host_to_device", 1e6), ("device_to_host", 1e6), ("host_updates", host_updates)];
+        let rates = rates.map(|(name, value)| format!(r#""{name}": {{"value": {value}, "how": "by hand"}}"#));
+        folder.write(
+            "rates.json",
+            format!(
+                r#"{{"version": 2, "places": {{"A GPU": {{"measured_at": 1, "rates": {{{}}}}}}}}}"#,
+                rates.join(",")
+            ),
+        );
+    };
+    let budgets = "--max_length 16 --backend cpu --device_memory 700KiB --host_memory 64MiB";
+    let share = |more: &str| {
+        let plan = format!("plan --model_config model.json --rates rates.json {budgets} {more}");
+        let (out, _) = folder.accepts(&plan);
+        out.lines().find(|line| line.starts_with("  updates ")).map(str::to_owned)
+    };
+    rates(1e12);
+    assert!(share("").is_some_and(|line| line.contains("of 4 groups by the host's cores")));
+    assert_eq!(share("--cpu_update 0"), None);
+    assert!(share("--cpu_update 1").is_some_and(|line| line.contains("the last 4 of 4 groups")));
+    rates(1e3);
+    assert_eq!(share(""), None, "slower than the link");
+    assert!(share("--cpu_update 0.2").is_some_and(|line| line.contains("the last 1 of 4 groups")));
+
+    let train = format!("train --model_config model.json --data text.txt --max_steps 3 --no_save_model {budgets}");
+    let losses = |more: &str| {
+        folder.accepts(&format!("{train} {more} --output_dir out"));
+        let log = std::fs::read_to_string(folder.path("out/train_log.jsonl")).unwrap();
+        std::fs::remove_dir_all(folder.path("out")).unwrap();
+        let steps = log.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        steps.filter(|line| line["kind"] == "step").map(|line| line["loss"].clone()).collect::<Vec<_>>()
+    };
+    let on_device = losses("--cpu_update 0");
+    assert!(on_device.len() == 3 && on_device == losses("--cpu_update 0.5"));
+    assert_eq!(on_device, losses("--cpu_update 1 --plugin gemini_cpu"));
+
+    folder.refuses(&format!("{train} --cpu_update 2"), 2, &["--cpu_update is 2", "from 0 to 1"]);
+    folder.refuses(&format!("{train} --cpu_update 0.5 --plugin zero3"), 2, &["plugin zero3", "gemini_cuda"]);
+    folder.refuses(&format!("{train} --cpu_update 0.5 --clip lagged"), 2, &["--clip lagged", "give 0"]);
+}
+
 /// What a plan writes to the disk is what the drive wears by; how long that lasts follows from the step's time.
 #[test]
 fn a_plan_says_how_long_a_drive_lasts() {

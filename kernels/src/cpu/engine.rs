@@ -7,6 +7,7 @@
 
 use super::arena::Arena;
 use super::ops::{Element, convert};
+use super::state::StateUpdate;
 use crate::block_io::BlockFile;
 use crate::link::Link;
 use crate::{Among, DType, Error, Mark, Result, Span, Stream, Tier, View, route};
@@ -43,6 +44,8 @@ pub(crate) enum Command {
     AllReduce(Among, View),
     /// Add the first view to the second.
     Accumulate(View, View),
+    /// Update a state with its gradient times this.
+    Update(StateUpdate, f32),
 }
 
 /// How far a stream is.
@@ -105,17 +108,20 @@ pub(crate) struct Shared {
     pub(crate) link: Option<Link>,
     pub(crate) progress: [Progress; Stream::ALL.len()],
     pub(crate) start: Instant,
+    /// The threads of the operators, and of updates on the host.
+    pub(crate) pool: rayon::ThreadPool,
     failure: OnceLock<Error>,
 }
 
 impl Shared {
-    pub(crate) fn new(link: Option<Link>) -> Shared {
+    pub(crate) fn new(link: Option<Link>, pool: rayon::ThreadPool) -> Shared {
         Shared {
             file: OnceLock::new(),
             arenas: [OnceLock::new(), OnceLock::new()],
             link,
             progress: std::array::from_fn(|_| Progress::new()),
             start: Instant::now(),
+            pool,
             failure: OnceLock::new(),
         }
     }
@@ -236,6 +242,11 @@ impl Shared {
                 DType::Bf16 => self.accumulate::<bf16>(source, target),
                 _ => unreachable!("checked when it was issued"),
             },
+            Command::Update(update, multiplier) => {
+                // SAFETY: the arenas live as long as `self`; whoever issued the command ordered it by marks so that
+                // nobody else uses the state meanwhile.
+                self.pool.install(|| unsafe { update.carry_out(multiplier) })?;
+            }
             Command::Wait(_) | Command::Mark(_) => {}
         }
         Ok(())

@@ -8,6 +8,7 @@ mod arena;
 mod engine;
 mod operators;
 pub(crate) mod ops;
+pub(crate) mod state;
 pub mod truth;
 
 use crate::block_io::{BlockFile, BlockOptions, Rung};
@@ -62,7 +63,6 @@ pub struct Cpu {
     free: Mutex<Pace>,
     device_bytes: Option<u64>,
     block: BlockOptions,
-    pool: rayon::ThreadPool,
 }
 
 impl Cpu {
@@ -81,14 +81,13 @@ impl Cpu {
             .build()
             .map_err(|e| threads(format!("{e}; give fewer threads or raise the limit of processes")))?;
         let mut cpu = Cpu {
-            shared: Arc::new(Shared::new(options.link)),
+            shared: Arc::new(Shared::new(options.link, pool)),
             queues: [const { None }; Stream::ALL.len()],
             engines: Vec::new(),
             issued: [const { AtomicU64::new(0) }; Stream::ALL.len()],
             free: Mutex::new(Pace::new(None)),
             device_bytes: options.device_bytes,
             block: options.block,
-            pool,
         };
         for (stream, rate) in [
             (Stream::HostToDevice, options.host_to_device_bytes_per_s),
@@ -96,6 +95,7 @@ impl Cpu {
             (Stream::Collective, None),
             (Stream::NvmeRead, options.nvme_read_bytes_per_s),
             (Stream::NvmeWrite, options.nvme_write_bytes_per_s),
+            (Stream::Host, None),
         ] {
             assert!(rate.is_none_or(|r| r > 0.0), "the bandwidth of {stream:?} must be positive");
             let (sender, receiver) = crossbeam::channel::bounded(QUEUE);
@@ -117,7 +117,7 @@ impl Cpu {
 
     /// The threads of the operators.
     pub(crate) fn pool(&self) -> &rayon::ThreadPool {
-        &self.pool
+        &self.shared.pool
     }
 
     /// The elements of a device or host view, to read.
@@ -390,7 +390,7 @@ impl Backend for Cpu {
     fn device(&self) -> Device {
         Device {
             backend: "cpu",
-            name: format!("CPU, {} threads", self.pool.current_num_threads()),
+            name: format!("CPU, {} threads", self.pool().current_num_threads()),
             available_bytes: self.device_bytes.unwrap_or_else(arena::available_memory),
             overhead_bytes: 0,
             fused_attention: true,

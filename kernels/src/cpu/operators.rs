@@ -5,11 +5,12 @@
 //! Everything that takes time runs in the backend's own pool of threads.
 
 use super::Cpu;
+use super::engine::Command;
 use super::ops::linear::{self, Residual};
-use super::ops::moments::{Gradient, Moment, Weights};
 use super::ops::{Typed, attention, attention_plain, classify, convert, embed, norm, reduce, rope, swiglu, update};
+use super::state::{self, Memory, StateUpdate};
 use crate::ops::{Attention, Classify, Into, Linear, Operators, State, Update, control};
-use crate::{DType, Error, View};
+use crate::{DType, Error, Result, Stream, Tier, View};
 use half::{bf16, f16};
 
 /// Runs `$body` in the backend's threads, with `$T` as the type of the view's elements.
@@ -81,58 +82,16 @@ impl Cpu {
         }
     }
 
-    fn gradient(&self, view: View) -> Option<Gradient<'_>> {
-        let count = view.elements() as usize;
-        match view.dtype {
-            DType::F32 => Some(Gradient::F32(self.read(view, count))),
-            DType::F16 => Some(Gradient::F16(self.read(view, count))),
-            DType::Bf16 => Some(Gradient::Bf16(self.read(view, count))),
-            other => {
-                self.unsupported("a gradient", other);
-                None
-            }
-        }
+    /// A view by address.
+    fn memory(&self, view: View) -> Memory {
+        Memory::of(view, |span| self.shared.address(span))
     }
 
-    fn moment(&self, view: View, count: usize) -> Option<Moment<'_>> {
-        match view.dtype {
-            DType::F32 => Some(Moment::F32(self.write(view, count))),
-            DType::Bf16 => Some(Moment::Bf16(self.write(view, count))),
-            DType::Q8 => {
-                let bytes = DType::Q8.bytes(count as u64) as usize;
-                let (codes, scales) = self.slice_mut::<u8>(view)[..bytes].split_at_mut(count);
-                Some(Moment::Q8(codes, bytemuck::cast_slice_mut(scales)))
-            }
-            other => {
-                self.unsupported("a moment", other);
-                None
-            }
+    /// Runs `work` in the backend's threads and keeps its failure.
+    fn try_in_pool(&self, work: impl FnOnce() -> Result<()> + Send) {
+        if let Err(error) = self.pool().install(work) {
+            self.fail(error);
         }
-    }
-
-    fn weights(&self, parameter: View, master: Option<View>, count: usize) -> Option<Weights<'_>> {
-        Some(match (parameter.dtype, master.map(|m| (m, m.dtype))) {
-            (DType::F32, None) => Weights::F32(self.write(parameter, count)),
-            (DType::Bf16, Some((m, DType::F32))) => {
-                Weights::Bf16Master(self.write(parameter, count), self.write(m, count))
-            }
-            (DType::Bf16, Some((m, DType::Rem16))) => {
-                Weights::Bf16Split(self.write(parameter, count), self.write(m, count))
-            }
-            (DType::F16, Some((m, DType::F32))) => {
-                Weights::F16Master(self.write(parameter, count), self.write(m, count))
-            }
-            (weight, master) => {
-                self.fail(Error::Unsupported {
-                    what: format!("an update of {weight:?} weights with master {:?}", master.map(|m| m.1)),
-                    backend: "cpu",
-                    instead: "use f32 without a master, bf16 with an f32 master or a 16-bit remainder, or \
-                              f16 with an f32 master"
-                        .into(),
-                });
-                return None;
-            }
-        })
     }
 }
 
@@ -400,31 +359,26 @@ impl Operators for Cpu {
     }
 
     fn update(&self, update: Update, state: State, control: View) {
-        let control: &[f32] = self.read(control, control::COUNT as usize);
-        if control[control::FINITE as usize] == 0.0 {
-            return;
-        }
-        let count = state.parameter.elements() as usize;
-        let weights = self.weights(state.parameter, state.master, count);
-        let gradient = self.gradient(state.gradient);
-        let (first, second) = (self.moment(state.first, count), self.moment(state.second, count));
-        if let (Some(weights), Some(gradient), Some(first), Some(second)) = (weights, gradient, first, second) {
-            let State { decayed, seed, first_element, .. } = state;
-            let part = update::Part { weights, gradient, first, second, decayed, seed, first_element };
-            let multiplier = control[control::MULTIPLIER as usize];
-            self.pool().install(|| update::update(update, part, multiplier));
+        let Some(multiplier) = state::multiplier(self.read(control, control::COUNT as usize)) else { return };
+        let work = StateUpdate::new(update, state, |span| self.shared.address(span));
+        match state.parameter.span.tier {
+            Tier::Host => self.issue(Stream::Host, Command::Update(work, multiplier)),
+            // SAFETY: the arenas live as long as `self`, and marks keep engines from the state meanwhile.
+            _ => self.try_in_pool(|| unsafe { work.carry_out(multiplier) }),
         }
     }
 
     fn hessian(&self, gradient: View, hessian: View, beta2: f32, tokens: f32, inverse_loss_scale: f32, control: View) {
-        let control: &[f32] = self.read(control, control::COUNT as usize);
-        if control[control::FINITE as usize] == 0.0 {
+        if state::multiplier(self.read(control, control::COUNT as usize)).is_none() {
             return;
         }
-        if let Some(gradient) = self.gradient(gradient)
-            && let Some(hessian) = self.moment(hessian, gradient.len())
-        {
-            self.pool().install(|| update::hessian(gradient, hessian, beta2, tokens, inverse_loss_scale));
-        }
+        let count = gradient.elements() as usize;
+        let (gradient, hessian) = (self.memory(gradient), self.memory(hessian));
+        self.try_in_pool(|| {
+            // SAFETY: as in `update`; the two views are different data.
+            let (gradient, hessian) = unsafe { (gradient.gradient(count)?, hessian.moment(count)?) };
+            update::hessian(gradient, hessian, beta2, tokens, inverse_loss_scale);
+            Ok(())
+        });
     }
 }

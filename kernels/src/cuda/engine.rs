@@ -4,9 +4,10 @@
 //! must not hang.
 
 use super::driver::Failures;
-use super::host_update::HostUpdate;
 use super::marks::{Engine, Marks};
 use super::nvme::NvmeArena;
+use crate::cpu::state::{self, StateUpdate};
+use crate::ops::control;
 use crate::{Error, Mark, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -34,10 +35,8 @@ pub(crate) enum Job {
     Read { file: Arc<NvmeArena>, offset: u64, target: HostBytes },
     /// Host to file.
     Write { file: Arc<NvmeArena>, offset: u64, source: HostBytes },
-    /// Zero host memory.
-    Zero(HostBytes),
-    /// An optimizer update of states on the host.
-    Update(HostUpdate),
+    /// An update of a state on the host, by the control scalars that lie here.
+    Update(StateUpdate, HostBytes),
     /// Report that everything before is done.
     Report(u64),
 }
@@ -106,13 +105,12 @@ fn carry_out(job: Job, marks: &Marks, failures: &Failures) -> Result<()> {
         Job::Read { file, offset, target } => unsafe { file.read(offset, target.address, target.bytes) },
         // SAFETY: as above.
         Job::Write { file, offset, source } => unsafe { file.write(offset, source.address, source.bytes) },
-        Job::Zero(target) => {
+        Job::Update(update, scalars) => {
+            // SAFETY: an aligned slot of as many scalars, which nobody writes before this job is reported.
+            let scalars = unsafe { std::slice::from_raw_parts(scalars.address.cast(), control::COUNT as usize) };
             // SAFETY: as above.
-            unsafe { std::ptr::write_bytes(target.address, 0, target.bytes as usize) };
-            Ok(())
+            state::multiplier(scalars).map_or(Ok(()), |multiplier| unsafe { update.carry_out(multiplier) })
         }
-        // SAFETY: as above.
-        Job::Update(update) => unsafe { update.carry_out() },
         Job::Report(_) => unreachable!("handled by the loop"),
     }
 }

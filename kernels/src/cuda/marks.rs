@@ -13,10 +13,13 @@ use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUevent, CUresult, CUstream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Marks that a CUDA stream can have in flight.
 const RING: u64 = 8192;
+
+/// Marks of an engine whose time is kept.
+const TIMES: usize = 4096;
 
 /// Pause between two looks of an engine, or of a join on an engine. File requests take milliseconds.
 const LOOK: Duration = Duration::from_micros(30);
@@ -28,7 +31,7 @@ pub(crate) enum Engine {
     NvmeRead,
     /// Host to file.
     NvmeWrite,
-    /// Updates of states on the host. Has no stream of its own: a mark on `Compute` covers it.
+    /// Updates of states on the host.
     Host,
 }
 
@@ -38,6 +41,7 @@ impl Engine {
         match stream {
             Stream::NvmeRead => Some(Engine::NvmeRead),
             Stream::NvmeWrite => Some(Engine::NvmeWrite),
+            Stream::Host => Some(Engine::Host),
             _ => None,
         }
     }
@@ -47,8 +51,6 @@ impl Engine {
 struct Queue {
     stream: CUstream,
     events: Vec<CUevent>,
-    /// For each event: the count of [`Engine::Host`] that its mark waits for besides.
-    host_work: Vec<AtomicU64>,
     /// Number of the last mark.
     last: AtomicU64,
     /// All marks up to this one are known to be reached.
@@ -61,8 +63,11 @@ pub(crate) struct Marks {
     /// In the order of `Stream::ALL`; engines have none.
     queues: Vec<Queue>,
     counters: SharedPage,
-    /// Marks given out by each engine's stream; for `Engine::Host`, tickets of work given to it.
+    /// Marks given out by each engine's stream.
     issued: [AtomicU64; 3],
+    /// For each engine, nanoseconds since `start` at which mark `n` was reached, at `n % TIMES`.
+    times: [Box<[AtomicU64]>; 3],
+    start: Instant,
     timed: bool,
 }
 
@@ -78,6 +83,8 @@ impl Marks {
             queues: Vec::new(),
             counters: SharedPage::new(context)?,
             issued: Default::default(),
+            times: std::array::from_fn(|_| (0..TIMES).map(|_| AtomicU64::new(0)).collect()),
+            start: Instant::now(),
             timed,
         };
         let flags = if timed { 0 } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 };
@@ -86,7 +93,6 @@ impl Marks {
             marks.queues.push(Queue {
                 stream: std::ptr::null_mut(),
                 events: Vec::with_capacity(RING as usize),
-                host_work: (0..RING).map(|_| AtomicU64::new(0)).collect(),
                 last: AtomicU64::new(0),
                 reached: AtomicU64::new(0),
             });
@@ -138,6 +144,8 @@ impl Marks {
 
     /// An engine reports what it has done.
     pub(crate) fn report(&self, engine: Engine, number: u64) {
+        let now = self.start.elapsed().as_nanos() as u64;
+        self.times[engine as usize][number as usize % TIMES].store(now, Ordering::Relaxed);
         self.counter(engine).store(number, Ordering::Release);
     }
 
@@ -148,21 +156,8 @@ impl Marks {
         }
     }
 
-    /// Marks the end of a CUDA stream, and on `Compute` of the host's updates too.
+    /// Marks the end of a CUDA stream.
     pub(crate) fn record(&self, stream: Stream) -> Result<Mark> {
-        let host_work = match stream {
-            Stream::Compute => self.issued[Engine::Host as usize].load(Ordering::Relaxed),
-            _ => 0,
-        };
-        self.record_with(stream, host_work)
-    }
-
-    /// Marks the end of `Compute` and of the host's updates up to `host_work`.
-    pub(crate) fn record_compute(&self, host_work: u64) -> Result<Mark> {
-        self.record_with(Stream::Compute, host_work)
-    }
-
-    fn record_with(&self, stream: Stream, host_work: u64) -> Result<Mark> {
         let queue = self.queue(stream);
         let number = queue.last.load(Ordering::Relaxed) + 1;
         if number > RING {
@@ -170,7 +165,6 @@ impl Marks {
             self.join(Mark { stream, number: number - RING })?;
         }
         let slot = (number % RING) as usize;
-        queue.host_work[slot].store(host_work, Ordering::Relaxed);
         // SAFETY: handles of this context.
         check("cuEventRecord", unsafe { sys::cuEventRecord(queue.events[slot], queue.stream) })?;
         queue.last.store(number, Ordering::Release);
@@ -192,13 +186,7 @@ impl Marks {
         }
         let slot = (mark.number % RING) as usize;
         // SAFETY: handles of this context; the event was recorded for this mark.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(waiting, queue.events[slot], 0) })?;
-        self.stream_wait_engine(waiting, Engine::Host, queue.host_work[slot].load(Ordering::Relaxed))
-    }
-
-    /// Makes `Compute` wait for the host's updates up to `number`.
-    pub(crate) fn compute_wait_host(&self, number: u64) -> Result<()> {
-        self.stream_wait_engine(self.stream(Stream::Compute), Engine::Host, number)
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(waiting, queue.events[slot], 0) })
     }
 
     fn stream_wait_engine(&self, waiting: CUstream, engine: Engine, number: u64) -> Result<()> {
@@ -234,9 +222,6 @@ impl Marks {
             CUresult::CUDA_ERROR_NOT_READY => return Ok(false),
             code => return Err(failed(mark, check("cuEventQuery", code))),
         }
-        if self.done(Engine::Host) < queue.host_work[slot].load(Ordering::Relaxed) {
-            return Ok(false);
-        }
         queue.reached.fetch_max(mark.number, Ordering::AcqRel);
         Ok(true)
     }
@@ -257,7 +242,6 @@ impl Marks {
         if code != CUresult::CUDA_SUCCESS {
             return Err(failed(mark, check("cuEventSynchronize", code)));
         }
-        self.join_engine(Engine::Host, queue.host_work[slot].load(Ordering::Relaxed));
         queue.reached.fetch_max(mark.number, Ordering::AcqRel);
         Ok(())
     }
@@ -273,10 +257,16 @@ impl Marks {
         Ok(())
     }
 
-    /// Nanoseconds between two reached marks of one CUDA stream that are still in the ring.
+    /// Nanoseconds between two reached marks of one stream that are still in its ring.
     pub(crate) fn elapsed_ns(&self, from: Mark, to: Mark) -> Option<u64> {
-        if !self.timed || from.stream != to.stream || Engine::of(from.stream).is_some() {
+        if !self.timed || from.stream != to.stream {
             return None;
+        }
+        if let Some(engine) = Engine::of(from.stream) {
+            let (done, first) = (self.done(engine), from.number.min(to.number));
+            let kept = first > 0 && to.number <= done && done - first < TIMES as u64;
+            let at = |mark: Mark| self.times[engine as usize][mark.number as usize % TIMES].load(Ordering::Relaxed);
+            return (kept && from.number <= to.number).then(|| at(to).saturating_sub(at(from)));
         }
         let queue = self.queue(from.stream);
         let last = queue.last.load(Ordering::Acquire);

@@ -14,7 +14,6 @@ mod engine;
 mod gemm;
 mod gemm_choice;
 mod gemm_layout;
-mod host_update;
 pub(crate) mod launch;
 mod launch_attention;
 mod launch_update;
@@ -101,7 +100,7 @@ pub struct Cuda {
     cudnn: Result<cudnn::Cudnn>,
     gemm: gemm::Gemm,
     launcher: launch::Launcher,
-    updates: operators::HostUpdates,
+    controls: operators::HostControls,
     nvme: OnceLock<Arc<NvmeArena>>,
     host: OnceLock<HostArena>,
     device: OnceLock<DeviceArena>,
@@ -156,7 +155,7 @@ impl Cuda {
             cudnn,
             gemm,
             launcher,
-            updates: operators::HostUpdates::new(SharedPage::new(&context)?),
+            controls: operators::HostControls::new(SharedPage::new(&context)?),
             nvme: OnceLock::new(),
             host: OnceLock::new(),
             device: OnceLock::new(),
@@ -403,7 +402,7 @@ impl Order for Cuda {
                 self.worker(Engine::NvmeWrite).send(Job::Write { file, offset: target.offset, source });
                 Ok(())
             }
-            (Stream::NvmeRead | Stream::NvmeWrite, _, _)
+            (Stream::NvmeRead | Stream::NvmeWrite | Stream::Host, _, _)
             | (_, Tier::Nvme, _)
             | (_, _, Tier::Nvme)
             | (_, Tier::Host, Tier::Host) => Err(Error::Unsupported {
@@ -418,15 +417,6 @@ impl Order for Cuda {
 
 impl Cuda {
     fn copy_on(&self, stream: Stream, source: Span, target: Span) -> Result<()> {
-        if stream == Stream::Compute {
-            // Updates on the host belong to the compute stream's order, but it does not wait for them
-            // unless their memory is touched.
-            for span in [source, target] {
-                if let Some(number) = self.updates.last_touching(span, self.marks.done(Engine::Host)) {
-                    self.marks.compute_wait_host(number)?;
-                }
-            }
-        }
         let queue = self.marks.stream(stream);
         let device = |span: Span| self.ptr(span.view(DType::Q8)).address;
         if source.tier == target.tier {

@@ -3,95 +3,55 @@
 use super::cudnn_graph::Pass;
 use super::driver::{SharedPage, check};
 use super::engine::{HostBytes, Job};
-use super::host_update::{HostUpdate, HostView};
 use super::marks::Engine;
 use super::{Cuda, Ptr};
+use crate::cpu::state::StateUpdate;
 use crate::ops::{Attention, Classify, Into, Linear, Operators, State, Update, control};
-use crate::{DType, Result, Span, Stream, Tier, View};
+use crate::{DType, Result, Stream, Tier, View};
 use cudarc::driver::sys;
-use parking_lot::Mutex;
-use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// Bytes of the control scalars.
 const CONTROL_BYTES: usize = control::COUNT as usize * 4;
 
 /// Copies of the control scalars that can be on their way to the host at once.
-const CONTROLS: u64 = (SharedPage::BYTES / CONTROL_BYTES) as u64;
+const CONTROLS: usize = SharedPage::BYTES / CONTROL_BYTES;
 
-/// Views that one update touches, at most.
-const TOUCHED: usize = 6;
-
-/// Updates on the host that are not known to be done, and where they find their control scalars.
-pub(super) struct HostUpdates {
-    controls: SharedPage,
-    pending: Mutex<VecDeque<(u64, [Option<Span>; TOUCHED])>>,
+/// Where updates on the host find their control scalars: slots in turn.
+pub(super) struct HostControls {
+    page: SharedPage,
+    /// Updates so far.
+    count: AtomicUsize,
+    /// For each slot, the host engine's number behind its last user.
+    users: [AtomicU64; CONTROLS],
 }
 
-impl HostUpdates {
-    pub(super) fn new(controls: SharedPage) -> Self {
-        HostUpdates { controls, pending: Mutex::new(VecDeque::with_capacity(1024)) }
-    }
-
-    /// The last update after `done` that touches a byte of `span`.
-    pub(super) fn last_touching(&self, span: Span, done: u64) -> Option<u64> {
-        if span.tier != Tier::Host {
-            return None;
-        }
-        let pending = self.pending.lock();
-        let touches = |spans: &[Option<Span>]| spans.iter().flatten().any(|other| other.overlaps(span));
-        pending.iter().rev().find(|(number, spans)| *number > done && touches(spans)).map(|(number, _)| *number)
-    }
-
-    fn remember(&self, number: u64, done: u64, spans: [Option<Span>; TOUCHED]) {
-        let mut pending = self.pending.lock();
-        while pending.front().is_some_and(|(number, _)| *number <= done) {
-            pending.pop_front();
-        }
-        pending.push_back((number, spans));
+impl HostControls {
+    pub(super) fn new(page: SharedPage) -> Self {
+        HostControls { page, count: AtomicUsize::new(0), users: [const { AtomicU64::new(0) }; CONTROLS] }
     }
 }
 
 impl Cuda {
-    fn on_host(&self, view: View) -> HostView {
-        HostView { at: self.host_bytes(view.span), dtype: view.dtype }
-    }
-
-    /// Hands an update to the host engine, to be done after everything issued to the compute stream so far.
-    fn host_update(
-        &self,
-        control: View,
-        touched: [Option<View>; TOUCHED],
-        make: impl FnOnce(HostView) -> HostUpdate,
-    ) -> Result<()> {
+    /// Hands an update to the host engine, and brings the control scalars to where it finds them.
+    fn update_on_host(&self, update: Update, state: State, control: View) -> Result<()> {
         self.marks.bind()?;
-        let number = self.marks.issue(Engine::Host);
-        let queued = self.queue_host_update(number, control, make);
-        // Reported whatever happened: marks wait for this number.
-        self.worker(Engine::Host).send(Job::Report(number));
-        self.updates.remember(number, self.marks.done(Engine::Host), touched.map(|view| view.map(|v| v.span)));
-        queued
-    }
-
-    fn queue_host_update(&self, number: u64, control: View, make: impl FnOnce(HostView) -> HostUpdate) -> Result<()> {
-        let control = if control.span.tier == Tier::Host {
-            self.on_host(control)
-        } else {
-            // The slot's last user must be done.
-            self.marks.join_engine(Engine::Host, number.saturating_sub(CONTROLS));
-            let offset = (number % CONTROLS) as usize * CONTROL_BYTES;
-            let address = self.updates.controls.host(offset);
-            let source = self.ptr(control.part(0, control::COUNT)).address;
-            // SAFETY: the view was checked; the slot is inside the registered page and has no other user.
-            check("cuMemcpyDtoHAsync", unsafe {
-                sys::cuMemcpyDtoHAsync_v2(address.cast(), source, CONTROL_BYTES, self.marks.stream(Stream::Compute))
-            })?;
-            HostView { at: HostBytes { address, bytes: CONTROL_BYTES as u64 }, dtype: DType::F32 }
-        };
-        // Covers the host's work before this one only: the engine must not wait for itself.
-        let mark = self.marks.record_compute(number - 1)?;
+        let slot = self.controls.count.fetch_add(1, Ordering::Relaxed) % CONTROLS;
+        self.marks.join_engine(Engine::Host, self.controls.users[slot].load(Ordering::Relaxed));
+        let address = self.controls.page.host(slot * CONTROL_BYTES);
+        let source = self.ptr(control.part(0, control::COUNT)).address;
+        // SAFETY: the view was checked; the slot is inside the registered page and has no other user.
+        check("cuMemcpyDtoHAsync", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(address.cast(), source, CONTROL_BYTES, self.marks.stream(Stream::Compute))
+        })?;
+        let there = self.marks.record(Stream::Compute)?;
         let worker = self.worker(Engine::Host);
-        worker.send(Job::Wait(mark));
-        worker.send(Job::Update(make(control)));
+        worker.send(Job::Wait(there));
+        let work = StateUpdate::new(update, state, |span| self.host_bytes(span).address);
+        worker.send(Job::Update(work, HostBytes { address, bytes: CONTROL_BYTES as u64 }));
+        let number = self.marks.issue(Engine::Host);
+        worker.send(Job::Report(number));
+        self.controls.users[slot].store(number, Ordering::Relaxed);
         Ok(())
     }
 
@@ -111,20 +71,6 @@ impl Cuda {
 
 impl Operators for Cuda {
     fn zero(&self, target: View) {
-        if target.span.tier == Tier::Host {
-            let at = self.host_bytes(target.span);
-            let number = self.marks.issue(Engine::Host);
-            let worker = self.worker(Engine::Host);
-            let mark = self.marks.bind().and_then(|()| self.marks.record_compute(number - 1));
-            if let Some(mark) = self.failures.keep(mark) {
-                worker.send(Job::Wait(mark));
-                worker.send(Job::Zero(at));
-            }
-            worker.send(Job::Report(number));
-            let touched = [Some(target.span), None, None, None, None, None];
-            self.updates.remember(number, self.marks.done(Engine::Host), touched);
-            return;
-        }
         self.compute(|s| self.launcher.zero(s, self.ptr(target).address, target.span.bytes));
     }
 
@@ -314,23 +260,8 @@ impl Operators for Cuda {
 
     fn update(&self, update: Update, state: State, control: View) {
         let State { parameter, gradient, master, first, second, decayed, seed, first_element } = state;
-        let views = [Some(parameter), Some(gradient), master, Some(first), Some(second)];
-        if views.iter().flatten().any(|view| view.span.tier == Tier::Host) {
-            let touched = [Some(parameter), Some(gradient), master, Some(first), Some(second), None];
-            let [parameter, gradient, first, second] = [parameter, gradient, first, second].map(|v| self.on_host(v));
-            let master = master.map(|view| self.on_host(view));
-            self.failures.keep(self.host_update(control, touched, |control| HostUpdate::Update {
-                update,
-                parameter,
-                gradient,
-                master,
-                first,
-                second,
-                decayed,
-                seed,
-                first_element,
-                control,
-            }));
+        if parameter.span.tier == Tier::Host {
+            self.failures.keep(self.update_on_host(update, state, control));
             return;
         }
         self.compute(|s| {
@@ -354,19 +285,6 @@ impl Operators for Cuda {
     }
 
     fn hessian(&self, gradient: View, hessian: View, beta2: f32, tokens: f32, inverse_loss_scale: f32, control: View) {
-        if hessian.span.tier == Tier::Host {
-            let touched = [Some(gradient), Some(hessian), None, None, None, None];
-            let [gradient, hessian] = [gradient, hessian].map(|view| self.on_host(view));
-            self.failures.keep(self.host_update(control, touched, |control| HostUpdate::Hessian {
-                gradient,
-                hessian,
-                beta2,
-                tokens,
-                inverse_loss_scale,
-                control,
-            }));
-            return;
-        }
         self.compute(|s| {
             let [gradient, hessian, control] = [gradient, hessian, control].map(|view| self.ptr(view));
             self.launcher.hessian(s, gradient, hessian, beta2, tokens, inverse_loss_scale, control)

@@ -56,7 +56,9 @@ impl Rig {
     /// Normal numbers times `scale`.
     pub fn normal(&self, dtype: DType, count: u64, scale: f32) -> View {
         let seed = self.seed();
-        let values: Vec<f32> = (0..count).map(|i| rng::normal(seed, i) * scale).collect();
+        let mut values = vec![0.0; count as usize];
+        rng::fill_normal(seed, 0, &mut values);
+        values.iter_mut().for_each(|value| *value *= scale);
         self.values(dtype, &values)
     }
 

@@ -53,6 +53,11 @@ impl StatefulTensorMgr {
     /// [`crate::Error::OutOfRoom`] if the window cannot hold it; the backend's if a move fails.
     pub fn acquire(&mut self, chunk: ChunkId, access: Access) -> Result<Lease> {
         let tick = self.tick.expect("acquire happens within a pass");
+        let gathered = access.writes() && self.layout.sharding.optimizer && !self.sharded(chunk);
+        assert!(
+            !(access.on_host() && gathered && self.layout.shards > 1),
+            "{chunk:?}: what all ranks have whole is gathered on the device"
+        );
         let partial = matches!(access, Access::Produce(part) if part != Part::Only);
         assert!(!(partial && self.sharded(chunk)), "{chunk:?}: a gradient that is split is produced in one part");
         assert!(!access.sums() || self.sharded(chunk), "{chunk:?}: only what is split is summed in shards");
@@ -69,11 +74,14 @@ impl StatefulTensorMgr {
             if access.writes() {
                 fence = fence.and(state.home_used);
             }
-            // Contributions are added on the collective stream, which waits then.
-            if !access.sums() {
+            let view = self.part_of(chunk, access, home);
+            if access.on_host() {
+                self.transfer.works_on_host(fence, view.span.bytes * (1 + u64::from(access.writes())));
+            } else if !access.sums() {
+                // Contributions are added on the collective stream, which waits then.
                 self.transfer.wait(Stream::Compute, fence);
             }
-            self.part_of(chunk, access, home)
+            view
         } else {
             if self.drop_stale_copy(chunk, access) {
                 self.demand_fetches += u64::from(access.reads() && self.recording.is_none());
@@ -132,7 +140,7 @@ impl StatefulTensorMgr {
             let used = ticks.iter_mut().rev().flat_map(|t| t.uses.iter_mut().rev()).find(|used| used.chunk == chunk);
             used.expect("the lease was recorded").until = tick;
         }
-        let computed = self.transfer.computed();
+        let computed = if access.on_host() { self.transfer.worked_on_host() } else { self.transfer.computed() };
         let copy = self.chunk(chunk).copy().copied();
         let (mut written, mut used) = (computed, computed);
         if access.writes() {

@@ -86,7 +86,7 @@ pub struct StatefulTensorMgr {
     demand_fetches: u64,
     /// One for each of [`Traffic::links`], for whoever exports metrics; made once, for a labelled counter takes memory
     /// to look up (L3). None on a backend that only pretends to move bytes.
-    moved: Option<[metrics::Counter; 6]>,
+    moved: Option<[metrics::Counter; 7]>,
 }
 
 impl StatefulTensorMgr {

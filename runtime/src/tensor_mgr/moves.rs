@@ -29,11 +29,15 @@ pub(super) fn file_pieces(home: Span, most: u64) -> impl Iterator<Item = (Span, 
 }
 
 impl StatefulTensorMgr {
-    /// Drops an idle copy of the wrong form, but for a shard from which the whole will be gathered. Returns whether a
-    /// copy of the right form is missing.
+    /// Drops an idle copy of the wrong form, but for a shard from which the whole will be gathered, and any of what
+    /// changes at home. Returns whether a copy of the right form is missing.
     pub(super) fn drop_stale_copy(&mut self, chunk: ChunkId, access: Access) -> bool {
         match self.chunk(chunk).idle_copy() {
             None => true,
+            Some(_) if access.on_host() => {
+                self.drop_copy(chunk);
+                true
+            }
             Some(copy) => {
                 let wanted_whole = access.whole() || !self.sharded(chunk);
                 if copy.whole == wanted_whole {

@@ -13,7 +13,7 @@ use super::{
 use crate::data::{DataSpec, OnBadRecord, Order, TokenFormat};
 use crate::error::{Error, Result};
 use crate::optimizer::Clip;
-use crate::plugin::{self, Placement};
+use crate::plugin::{self, PRESETS, Placement, Preset};
 
 /// A row is at most this long; beyond it lies a typing error, not a context length.
 const LENGTH_MAX: usize = 1 << 24;
@@ -248,6 +248,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
     if shard_size != ShardSize::All && !plugin.sharding.optimizer {
         return Err(raw.refuse("shard_size", &format!("plugin {} splits nothing", plugin.name)));
     }
+    let cpu_update = cpu_update(raw, &plugin)?;
     Ok(MemorySettings {
         plugin,
         shard_size,
@@ -275,6 +276,7 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
             "auto" => Some(None),
             text => size(text).map(Some),
         })?,
+        cpu_update,
         replan: raw.parse("replan", "auto or off", |text| match (text, boolean(text)) {
             ("auto", _) => Some(true),
             (_, on) => on,
@@ -289,6 +291,29 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
 /// [`Error::Usage`] if it is none.
 pub(crate) fn budget(raw: &Raw, key: &str) -> Result<Budget> {
     raw.parse(key, "auto, a size such as 80GiB or 512MB, or a share such as 50%,", Budget::parse)
+}
+
+/// The share of updates for the host's cores, where the plugin leaves open who makes them.
+fn cpu_update(raw: &Raw, plugin: &Preset) -> Result<Option<f64>> {
+    let share = raw.parse("cpu_update", "auto or a share from 0 to 1", |text| match text {
+        "auto" => Some(None),
+        text => text.parse().ok().filter(|share| (0.0..=1.0).contains(share)).map(Some),
+    })?;
+    if share.is_some_and(|share: f64| share > 0.0) {
+        if !plugin.spills() {
+            let names: Vec<_> = PRESETS.iter().filter(|preset| preset.spills()).map(|preset| preset.name).collect();
+            let reason = format!(
+                "plugin {} says where everything lies, and the device updates it; give 0, or a plugin among {}",
+                plugin.name,
+                names.join(", ")
+            );
+            return Err(raw.refuse("cpu_update", &reason));
+        }
+        if raw.values("clip") == ["lagged"] {
+            return Err(raw.refuse("cpu_update", "with --clip lagged each update follows its backward; give 0"));
+        }
+    }
+    Ok(share)
 }
 
 /// Hugging Face's and LLaMA-Factory's names of implementations say whether S×S is written.

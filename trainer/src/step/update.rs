@@ -12,17 +12,34 @@ impl Step<'_> {
     /// # Errors
     /// If the world below refuses.
     pub fn update(&mut self, due: &Due) -> Result<()> {
+        self.updates_on_host(Some(due), Phase::Update)?;
         for group in (0..self.model.groups.count() as u32).map(GroupId) {
             self.update_due(Some(due), group, Phase::Update)?;
         }
         Ok(())
     }
 
+    /// Makes the update of a group that the device updates.
     pub(super) fn update_due(&mut self, due: Option<&Due>, group: GroupId, phase: Phase) -> Result<()> {
-        let Some(due) = due else { return Ok(()) };
+        let Some(due) = due.filter(|_| !self.updates_group_on_host(group)) else { return Ok(()) };
         self.tick(Tick::Update, group, phase)?;
         let gradient = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadShard)?;
         self.update_group(group, gradient, due)
+    }
+
+    /// Gives the host's cores their updates, in the order in which the forward will want the weights.
+    pub(super) fn updates_on_host(&mut self, due: Option<&Due>, phase: Phase) -> Result<()> {
+        let Some(due) = due else { return Ok(()) };
+        for group in self.model.updated_on_host.clone().map(|group| GroupId(group as u32)) {
+            self.tick(Tick::UpdateOnHost, group, phase)?;
+            let gradient = self.mgr.acquire(group.chunk(Role::Gradient), Access::ReadOnHost)?;
+            self.update_group(group, gradient, due)?;
+        }
+        Ok(())
+    }
+
+    fn updates_group_on_host(&self, group: GroupId) -> bool {
+        self.model.updated_on_host.contains(&u64::from(group.0))
     }
 
     /// Makes the update that follows from a gradient, if updates do not wait for the norm. A gradient that is not finite
@@ -64,17 +81,13 @@ impl Step<'_> {
     }
 
     fn update_group(&mut self, group: GroupId, gradient: Lease, due: &Due) -> Result<()> {
-        let mut acquire = |role, access| self.mgr.acquire(group.chunk(role), access);
-        let parameter = acquire(Role::Parameter, Access::UpdateShard)?;
-        let first = acquire(Role::First, Access::UpdateShard)?;
-        let second = acquire(Role::Second, Access::UpdateShard)?;
+        let access = if self.updates_group_on_host(group) { Access::UpdateOnHost } else { Access::UpdateShard };
+        let mut acquire = |role| self.mgr.acquire(group.chunk(role), access);
+        let parameter = acquire(Role::Parameter)?;
+        let first = acquire(Role::First)?;
+        let second = acquire(Role::Second)?;
         let has_master = self.mgr.layout().formats.master.is_some();
-        let master = if has_master {
-            let chunk = group.chunk(Role::Master);
-            Some(self.mgr.acquire(chunk, Access::UpdateShard)?)
-        } else {
-            None
-        };
+        let master = if has_master { Some(self.mgr.acquire(group.chunk(Role::Master), access)?) } else { None };
         let laid_out = self.mgr.layout().group(group);
         let state = State {
             parameter: parameter.view(),

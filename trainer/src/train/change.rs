@@ -140,7 +140,8 @@ impl Run<'_> {
             return Ok(None);
         };
         let estimated_s = leg.estimate.time.step_s;
-        let rates = measured.rates(&leg.estimate.time, &leg.hardware.rates);
+        let bytes = leg.engine.manager().plan().predicted.steady();
+        let rates = measured.rates(&leg.estimate.time, &bytes, &leg.hardware.rates);
         let hardware = planning(leg, rates, leg.hardware.budgets.clone())?;
         let present = match replan::timed(&leg.blueprint, leg.engine.manager().plan(), &hardware) {
             Ok(present) => present,

@@ -76,6 +76,7 @@ pub fn options(folder: &Path, batch: u64, sequence: u64, micro_batches: u64) -> 
         optimizer: Some(adamw(0.9, 0.95, 0.1)),
         max_norm: 1.0,
         clip: Clip::Exact,
+        updates_on_host: 0,
         schedule: constant(1e-3),
         loss_scale: None,
         seed: 5,

@@ -199,7 +199,7 @@ fn absorb(scores: &mut [f32], max: &mut f32, total: &mut f32) -> f32 {
         scores.fill(0.0);
         return 1.0;
     }
-    vectorised(|| {
+    vectorised!({
         for s in scores.iter_mut() {
             *s = exp(*s - now);
         }
@@ -327,7 +327,7 @@ impl<T: Element> Sequence<'_, T> {
             let (stat, delta) = (stats[i], t.delta[i]);
             let end = if keys == queries { i + 1 } else { columns };
             let hidden = self.starts.at(queries * TILE + i).saturating_sub(keys * TILE).min(end);
-            vectorised(|| {
+            vectorised!({
                 for (p, d_s) in p[hidden..end].iter_mut().zip(&mut d_s[hidden..end]) {
                     *p = exp(*p - stat);
                     *d_s = *p * (*d_s - delta);

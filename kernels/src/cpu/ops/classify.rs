@@ -32,7 +32,7 @@ pub fn classify<T: Element>(
         with_scratch(vocabulary, |powers| {
             T::widen_slice(logits, powers);
             let max = powers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            vectorised(|| {
+            vectorised!({
                 for x in powers.iter_mut() {
                     *x = exp(*x - max);
                 }
@@ -41,7 +41,7 @@ pub fn classify<T: Element>(
                 *target = draw(powers, rng::uniform(seed, first_token + row as u64, 0)) as i32;
             }
             let target = *target as usize;
-            let sum = vectorised(|| interleaved_sum(powers));
+            let sum = vectorised!(interleaved_sum(powers));
             *loss = sum.ln() - (logits[target].widen() - max);
             if let Classify::Gradient { scale } | Classify::Sampled { scale, .. } = what {
                 let factor = scale / sum;

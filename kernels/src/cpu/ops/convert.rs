@@ -25,7 +25,7 @@ pub fn cast<S: Element, T: Element>(source: &[S], target: &mut [T]) {
 /// `target[i] = target[i] + source[i]` in f32, rounded to nearest even. On the calling thread: it is an engine's.
 pub fn accumulate<T: Element>(source: &[T], target: &mut [T]) {
     assert_eq!(source.len(), target.len(), "a sum of two of one length");
-    vectorised(|| {
+    vectorised!({
         for (t, s) in target.iter_mut().zip(source) {
             *t = T::narrow(t.widen() + s.widen());
         }

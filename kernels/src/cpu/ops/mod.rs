@@ -71,7 +71,7 @@ pub trait Element: Typed {
     /// `target[i] = source[i]`, equal lengths.
     fn widen_slice(source: &[Self], target: &mut [f32]) {
         assert_eq!(source.len(), target.len());
-        vectorised(|| {
+        vectorised!({
             for (t, s) in target.iter_mut().zip(source) {
                 *t = s.widen();
             }
@@ -81,7 +81,7 @@ pub trait Element: Typed {
     /// `target[i] = source[i]` rounded, equal lengths.
     fn narrow_slice(source: &[f32], target: &mut [Self]) {
         assert_eq!(source.len(), target.len());
-        vectorised(|| {
+        vectorised!({
             for (t, s) in target.iter_mut().zip(source) {
                 *t = Self::narrow(*s);
             }

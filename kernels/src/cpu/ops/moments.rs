@@ -52,7 +52,28 @@ impl<'a> Weights<'a> {
         }
     }
 
+    /// Asks for the memory of the elements from `first` on.
+    #[inline(always)]
+    pub fn prefetch(&self, first: usize, count: usize) {
+        match self {
+            Weights::F32(m) => prefetch(m, first, count),
+            Weights::Bf16Master(w, m) => {
+                prefetch(w, first, count);
+                prefetch(m, first, count);
+            }
+            Weights::Bf16Split(w, r) => {
+                prefetch(w, first, count);
+                prefetch(r, first, count);
+            }
+            Weights::F16Master(w, m) => {
+                prefetch(w, first, count);
+                prefetch(m, first, count);
+            }
+        }
+    }
+
     /// The masters from element `first` on.
+    #[inline(always)]
     pub fn read(&self, first: usize, target: &mut [f32]) {
         let range = first..first + target.len();
         match self {
@@ -68,6 +89,7 @@ impl<'a> Weights<'a> {
     }
 
     /// The other way: new masters, and the weights that follow from them.
+    #[inline(always)]
     pub fn write(&mut self, first: usize, source: &[f32]) {
         let range = first..first + source.len();
         match self {
@@ -122,13 +144,28 @@ impl Gradient<'_> {
         }
     }
 
+    /// Asks for the memory of the elements from `first` on.
+    #[inline(always)]
+    pub fn prefetch(&self, first: usize, count: usize) {
+        match self {
+            Gradient::F32(g) => prefetch(g, first, count),
+            Gradient::F16(g) => prefetch(g, first, count),
+            Gradient::Bf16(g) => prefetch(g, first, count),
+        }
+    }
+
     /// The gradients from element `first` on, each multiplied.
+    #[inline(always)]
     pub fn read(&self, first: usize, multiplier: f32, target: &mut [f32]) {
         let range = first..first + target.len();
         match self {
             Gradient::F32(g) => target.copy_from_slice(&g[range]),
             Gradient::F16(g) => f16::widen_slice(&g[range], target),
-            Gradient::Bf16(g) => bf16::widen_slice(&g[range], target),
+            Gradient::Bf16(g) => {
+                for (t, g) in target.iter_mut().zip(&g[range]) {
+                    *t = g.widen();
+                }
+            }
         }
         target.iter_mut().for_each(|g| *g *= multiplier);
     }
@@ -182,54 +219,107 @@ impl<'a> Moment<'a> {
         }
     }
 
+    /// Whether it is written in fewer bits than f32, which takes random numbers.
+    pub fn is_rounded(&self) -> bool {
+        !matches!(self, Moment::F32(_))
+    }
+
+    /// Asks for the memory of the elements from `first` on.
+    #[inline(always)]
+    pub fn prefetch(&self, first: usize, count: usize) {
+        match self {
+            Moment::F32(m) => prefetch(m, first, count),
+            Moment::Bf16(m) => prefetch(m, first, count),
+            Moment::Q8(codes, _) => prefetch(codes, first, count),
+        }
+    }
+
     /// The moments of the block that starts at element `first`, a multiple of [`BLOCK`].
+    #[inline(always)]
     pub fn read(&self, which: Which, first: usize, target: &mut [f32]) {
         let range = first..first + target.len();
         match self {
             Moment::F32(m) => target.copy_from_slice(&m[range]),
-            Moment::Bf16(m) => bf16::widen_slice(&m[range], target),
+            Moment::Bf16(m) => {
+                for (t, m) in target.iter_mut().zip(&m[range]) {
+                    *t = m.widen();
+                }
+            }
             Moment::Q8(codes, scales) => {
                 let scale: f32 = pod_read_unaligned(&scales[first / BLOCK]);
-                for (t, code) in target.iter_mut().zip(&codes[range]) {
-                    *t = match which {
-                        Which::First => numeric::q8_first_value(*code as i8, scale),
-                        Which::Second => numeric::q8_second_value(*code, scale),
-                    };
+                let all = target.iter_mut().zip(&codes[range]);
+                match which {
+                    Which::First => all.for_each(|(t, code)| *t = numeric::q8_first_value(*code as i8, scale)),
+                    Which::Second => all.for_each(|(t, code)| *t = numeric::q8_second_value(*code, scale)),
                 }
             }
         }
     }
 
-    /// The other way; `draw(i, value)` gives seed and counter of what rounds element i of the block.
-    pub fn write(&mut self, which: Which, first: usize, source: &[f32], draw: impl Fn(usize, f32) -> (u64, u64)) {
+    /// The other way; `starts` are those of [`rng::start`] that round each element (not read where nothing is rounded).
+    #[inline(always)]
+    pub fn write(&mut self, which: Which, first: usize, source: &[f32], starts: &[u64]) {
         let range = first..first + source.len();
         match self {
             Moment::F32(m) => m[range].copy_from_slice(source),
             Moment::Bf16(m) => {
-                let lane = numeric::BF16_LANES[which as usize];
-                for (i, (m, s)) in m[range].iter_mut().zip(source).enumerate() {
-                    let (seed, counter) = draw(i, *s);
-                    let random = rng::bits(seed, counter, lane) as u16;
-                    *m = bf16::from_bits(numeric::round_bf16_stochastic(*s, random));
+                let random = random(starts, numeric::BF16_LANES[which as usize], 0);
+                for ((m, s), random) in m[range].iter_mut().zip(source).zip(random) {
+                    *m = bf16::from_bits(numeric::round_bf16_stochastic(*s, random as u16));
                 }
             }
             Moment::Q8(codes, scales) => {
-                let largest = source.iter().fold(0.0f32, |largest, s| largest.max(s.abs()));
+                let largest = largest_magnitude(source);
                 let scale = match which {
                     Which::First => numeric::q8_first_scale(largest),
                     Which::Second => numeric::q8_second_scale(largest),
                 };
                 scales[first / BLOCK] = scale.to_ne_bytes();
-                let lane = numeric::Q8_LANES[which as usize];
-                for (i, (code, s)) in codes[range].iter_mut().zip(source).enumerate() {
-                    let (seed, counter) = draw(i, *s);
-                    let uniform = rng::uniform(seed, counter, lane);
-                    *code = match which {
-                        Which::First => numeric::q8_first_code(*s, scale, uniform) as u8,
-                        Which::Second => numeric::q8_second_code(*s, scale, uniform),
-                    };
+                let random = random(starts, numeric::Q8_LANES[which as usize], 40);
+                let all = codes[range].iter_mut().zip(source).zip(random);
+                match which {
+                    Which::First => all.for_each(|((code, s), random)| {
+                        *code = numeric::q8_first_code(*s, scale, rng::unit(random)) as u8;
+                    }),
+                    Which::Second => all.for_each(|((code, s), random)| {
+                        *code = numeric::q8_second_code(*s, scale, rng::unit(random));
+                    }),
                 }
             }
         }
     }
+}
+
+/// Asks for the cache lines of `count` elements from `first` on, as far as there are so many.
+#[inline(always)]
+fn prefetch<T>(memory: &[T], first: usize, count: usize) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    const LINE: usize = 64;
+    let end = memory.len().min(first + count);
+    for at in (first..end).step_by(LINE / size_of::<T>()) {
+        // SAFETY: a prefetch reads nothing; the address is of an element.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>((&raw const memory[at]).cast()) };
+    }
+}
+
+/// 32 random bits of a lane for each element, from bit `shift` on. In a loop of their own: one over numbers of 64 and of
+/// 32 bits would take as many at a time as there are of 64 in a register.
+#[inline(always)]
+fn random(starts: &[u64], lane: u64, shift: u32) -> [u32; BLOCK] {
+    let mut random = [0; BLOCK];
+    for (random, start) in random.iter_mut().zip(starts) {
+        *random = (rng::lane_bits(*start, lane) >> shift) as u32;
+    }
+    random
+}
+
+/// The largest |x|, 0 of none; what is not a number does not count.
+#[inline(always)]
+fn largest_magnitude(values: &[f32]) -> f32 {
+    // Magnitudes are in the order of their bits, and integers have the same maximum in whatever order they are taken.
+    let largest = values.iter().map(|x| x.to_bits() & 0x7FFF_FFFF).fold(0, u32::max);
+    if largest <= numeric::INFINITE {
+        return f32::from_bits(largest);
+    }
+    values.iter().fold(0.0, |largest, x| x.abs().max(largest))
 }

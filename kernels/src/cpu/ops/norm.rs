@@ -14,7 +14,7 @@ pub fn rmsnorm<T: Element>(x: &[T], weight: &[T], out: &mut [T], rstd: &mut [f32
             let (row, w) = scratch.split_at_mut(hidden);
             T::widen_slice(x, row);
             T::widen_slice(weight, w);
-            let mean = vectorised(|| dot(row, row)) / hidden as f32;
+            let mean = vectorised!(dot(row, row)) / hidden as f32;
             *rstd = 1.0 / (mean + eps).sqrt();
             for (x, w) in row.iter_mut().zip(w) {
                 *x = *x * *rstd * *w;
@@ -35,7 +35,7 @@ pub fn rmsnorm_backward_input<T: Element>(d_out: &[T], x: &[T], weight: &[T], rs
                 wdy[i] = weight[i].widen() * d_out[i].widen();
                 normal[i] = x[i].widen() * rstd;
             }
-            let mean = vectorised(|| dot(wdy, normal)) / hidden as f32;
+            let mean = vectorised!(dot(wdy, normal)) / hidden as f32;
             for (g, n) in wdy.iter_mut().zip(normal) {
                 *g = rstd * (*g - *n * mean);
             }

@@ -22,7 +22,7 @@ pub fn sum(values: &[f32]) -> f32 {
 pub fn square_sum<T: Element>(x: &[T]) -> f64 {
     let leaf = |leaf: &[T]| {
         const LANES: usize = 8;
-        vectorised(|| {
+        vectorised!({
             let mut sums = [0.0f64; LANES];
             let (whole, rest) = leaf.as_chunks::<LANES>();
             for chunk in whole {
@@ -65,7 +65,7 @@ pub fn column_sums<G: Element>(
         let mut total = [0.0f32; COLUMNS];
         for start in (0..rows).step_by(ROWS) {
             let mut partial = [0.0f32; COLUMNS];
-            vectorised(|| {
+            vectorised!({
                 for t in start..(start + ROWS).min(rows) {
                     add(t, columns.clone(), &mut partial[..columns.len()]);
                 }

@@ -20,7 +20,7 @@ pub fn forward<T: Element>(gate_up: &[T], out: &mut [T], ffn: usize) {
         with_scratch(2 * ffn, |row| {
             T::widen_slice(gate_up, row);
             let (gate, up) = row.split_at_mut(ffn);
-            vectorised(|| {
+            vectorised!({
                 for (g, u) in gate.iter_mut().zip(up) {
                     *g = (*g * sigmoid(*g)) * *u;
                 }
@@ -71,7 +71,7 @@ fn backward_row<T: Element>(gate_up: &mut [T], row: &mut [f32]) {
     let (d_out, d_gate_up) = row.split_at_mut(ffn);
     T::widen_slice(gate_up, d_gate_up);
     let (gate, up) = d_gate_up.split_at_mut(ffn);
-    vectorised(|| {
+    vectorised!({
         for ((d, g), u) in d_out.iter_mut().zip(gate).zip(up) {
             let (d_out, x, y) = (*d, *g, *u);
             let s = sigmoid(x);

@@ -1,15 +1,19 @@
 //! AdamW, Sophia-G and Sophia's Hessian over a state in any of its types.
 //!
 //! Elements are independent except within a Q8 block, so any split at multiples of [`BLOCK`] gives the same
-//! bits. Each block is widened to f32 on the stack, updated as [`crate::numeric`] says, and written back.
+//! bits. Each block is widened to f32 on the stack, updated as [`crate::numeric`] says, and written back, all of it
+//! compiled for wide registers: memory bounds it, or, with 16- and 8-bit moments, their random numbers.
 
 use super::moments::{BLOCK, Gradient, Moment, Weights, Which};
-use crate::numeric;
 use crate::numeric::vectorised;
 use crate::ops::Update;
+use crate::{numeric, rng};
 
 /// Elements below which a split is not worth a task.
 const TASK: usize = 64 * BLOCK;
+
+/// How far ahead memory is asked for, in elements: what comes while a block is computed.
+const AHEAD: usize = BLOCK;
 
 /// What [`update`] works on: equal element counts.
 pub struct Part<'a> {
@@ -73,41 +77,53 @@ fn split(update: Update, part: Part<'_>, multiplier: f32) {
 
 fn sequential(update: Update, mut part: Part<'_>, multiplier: f32) {
     let count = part.weights.len();
-    let (mut p, mut g, mut m, mut v) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
-    for start in (0..count).step_by(BLOCK) {
-        let length = BLOCK.min(count - start);
-        let (p, g) = (&mut p[..length], &mut g[..length]);
-        let (m, v) = (&mut m[..length], &mut v[..length]);
-        part.weights.read(start, p);
-        part.gradient.read(start, multiplier, g);
-        part.first.read(Which::First, start, m);
-        part.second.read(Which::Second, start, v);
-        let decayed = part.decayed.saturating_sub(start as u64).min(length as u64) as usize;
-        elements(update, true, &mut p[..decayed], &g[..decayed], &mut m[..decayed], &mut v[..decayed]);
-        elements(update, false, &mut p[decayed..], &g[decayed..], &mut m[decayed..], &mut v[decayed..]);
-        let element = part.first_element + start as u64;
-        part.weights.write(start, p);
-        let draw = |i: usize, _: f32| (part.seed, element + i as u64);
-        part.first.write(Which::First, start, m, draw);
-        if let Update::AdamW(_) = update {
-            part.second.write(Which::Second, start, v, draw);
+    let writes_second = matches!(update, Update::AdamW(_));
+    let rounds = part.first.is_rounded() || writes_second && part.second.is_rounded();
+    vectorised!({
+        let (mut p, mut g, mut m, mut v) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+        let mut starts = [0; BLOCK];
+        for start in (0..count).step_by(BLOCK) {
+            let length = BLOCK.min(count - start);
+            let (p, g) = (&mut p[..length], &mut g[..length]);
+            let (m, v) = (&mut m[..length], &mut v[..length]);
+            let ahead = start + AHEAD;
+            part.weights.prefetch(ahead, length);
+            part.gradient.prefetch(ahead, length);
+            part.first.prefetch(ahead, length);
+            part.second.prefetch(ahead, length);
+            part.weights.read(start, p);
+            part.gradient.read(start, multiplier, g);
+            part.first.read(Which::First, start, m);
+            part.second.read(Which::Second, start, v);
+            let decayed = part.decayed.saturating_sub(start as u64).min(length as u64) as usize;
+            elements(update, true, &mut p[..decayed], &g[..decayed], &mut m[..decayed], &mut v[..decayed]);
+            elements(update, false, &mut p[decayed..], &g[decayed..], &mut m[decayed..], &mut v[decayed..]);
+            if rounds {
+                rng::fill_starts(part.seed, part.first_element + start as u64, &mut starts);
+            }
+            part.weights.write(start, p);
+            part.first.write(Which::First, start, m, &starts);
+            if writes_second {
+                part.second.write(Which::Second, start, v, &starts);
+            }
         }
-    }
+    });
 }
 
+#[inline(always)]
 fn elements(update: Update, decays: bool, p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
     let all = p.iter_mut().zip(g).zip(m).zip(v);
     match update {
-        Update::AdamW(h) => vectorised(|| {
+        Update::AdamW(h) => {
             for (((p, g), m), v) in all {
                 (*p, *m, *v) = numeric::adamw(&h, decays, *p, *g, *m, *v);
             }
-        }),
-        Update::Sophia(h) => vectorised(|| {
+        }
+        Update::Sophia(h) => {
             for (((p, g), m), v) in all {
                 (*p, *m) = numeric::sophia(&h, decays, *p, *g, *m, *v);
             }
-        }),
+        }
     }
 }
 
@@ -128,15 +144,18 @@ pub fn hessian(gradient: Gradient<'_>, mut hessian: Moment<'_>, beta2: f32, toke
         );
         return;
     }
-    let (mut g, mut h) = ([0.0; BLOCK], [0.0; BLOCK]);
-    for start in (0..count).step_by(BLOCK) {
-        let length = BLOCK.min(count - start);
-        let (g, h) = (&mut g[..length], &mut h[..length]);
-        gradient.read(start, multiplier, g);
-        hessian.read(Which::Second, start, h);
-        for (h, g) in h.iter_mut().zip(g) {
-            *h = numeric::hessian(beta2, tokens, *g, *h);
+    vectorised!({
+        let (mut g, mut h, mut starts) = ([0.0; BLOCK], [0.0; BLOCK], [0; BLOCK]);
+        for start in (0..count).step_by(BLOCK) {
+            let length = BLOCK.min(count - start);
+            let (g, h) = (&mut g[..length], &mut h[..length]);
+            gradient.read(start, multiplier, g);
+            hessian.read(Which::Second, start, h);
+            for ((h, g), start) in h.iter_mut().zip(g).zip(&mut starts) {
+                *h = numeric::hessian(beta2, tokens, *g, *h);
+                *start = rng::start(numeric::hessian_seed(*h), 0);
+            }
+            hessian.write(Which::Second, start, h, &starts);
         }
-        hessian.write(Which::Second, start, h, |_, value| (numeric::hessian_seed(value), 0));
-    }
+    });
 }

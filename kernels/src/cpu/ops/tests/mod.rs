@@ -3,6 +3,7 @@
 mod attention;
 mod layers;
 mod scalar;
+mod storages;
 mod threads;
 mod update;
 
