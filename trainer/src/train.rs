@@ -1,7 +1,7 @@
 //! `castor train`: the loop over steps, and what it says and writes.
 //!
 //! A *session* is what one process makes of a run. It goes by one plan or, where that changes on the way, by several in
-//! turn: a [`Leg`] is the part by one plan, with the hardware that is opened for it. Owns what outlives a leg ([`Run`])
+//! turn: a `Leg` is the part by one plan, with the hardware that is opened for it. Owns what outlives a leg (`Run`)
 //! and the way from leg to leg; the steps of one are in `steps`, changes of the plan in `change`, words and files in
 //! `words`.
 
