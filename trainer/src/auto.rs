@@ -24,9 +24,12 @@ const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
 /// way to what is wanted sooner, and come again.
 const PARTS: [f64; 2] = [0.5, 0.25];
 
-/// Shares of the updates to try on the host's cores, from those that hide best: while the link brings states for the
-/// device, these cores update others where they lie.
-const ON_HOST: [f64; 6] = [1.0 / 16.0, 1.0 / 8.0, 3.0 / 16.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.0];
+/// Shares of the updates to try on the host's cores: while the link brings states for the device, these cores update
+/// others where they lie.
+const ON_HOST: [f64; 5] = [1.0 / 16.0, 1.0 / 8.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.0];
+
+/// How far beside the best of these to look for a better one, farthest first.
+const BESIDE: [f64; 3] = [1.0 / 16.0, 1.0 / 32.0, 1.0 / 64.0];
 
 /// A way of running.
 #[derive(Clone)]
@@ -43,14 +46,6 @@ impl Way {
         let (backend, rates, budgets) = (&*hardware.backend, &hardware.rates, hardware.budgets.clone());
         let policy = policy(settings, self.window);
         Ok(self.blueprint.plan(backend, rates, &*policy, budgets, self.prefetch, length)?)
-    }
-
-    /// The same with this share of the updates on the host.
-    fn updating_on_host(&self, share: f64, hardware: &Hardware, world: u32) -> Way {
-        let options = self.blueprint.options().clone();
-        let groups = self.blueprint.groups().count();
-        let options = Options { updates_on_host: on_host(share, groups), ..options };
-        Way { blueprint: Blueprint::for_world(options, &*hardware.backend, world), ..self.clone() }
     }
 
     /// Seconds of a step's arithmetic: no plan is faster.
@@ -137,74 +132,15 @@ pub fn plan_saving(
     }
 }
 
-/// How many of the groups a share is: at least one of any.
-fn on_host(share: f64, groups: u64) -> u64 {
-    ((share * groups as f64).round() as u64).max(u64::from(share > 0.0))
-}
-
-fn best(settings: &Settings, mut options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
-    let groups = options.config.num_hidden_layers + 2;
-    options.updates_on_host = on_host(settings.memory.cpu_update.unwrap_or(0.0), groups);
-    let mut ways: Vec<(f64, Way)> = Vec::new();
-    for round in rounds(&options, world) {
-        for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
-            for first_keep in first_levels(settings.memory.recompute, &keep, round < options.micro_batches) {
-                let options = Options { round, keep: keep.clone(), first_keep, ..options.clone() };
-                let blueprint = Blueprint::for_world(options, &*hardware.backend, world);
-                let way = Way { blueprint, window: WINDOWS[0], prefetch: settings.memory.prefetch };
-                ways.push((way.floor_s(hardware), way));
-            }
-        }
-    }
-    // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
-    ways.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let compare = |way: Way| {
-        let plan = way.plan(settings, hardware, Rehearse::ToCompare)?;
-        let step_s = Estimate::of(&plan).time.step_s;
-        Ok(Fitting { step_s, window_bytes: plan.placement.window_bytes, way })
-    };
-    let (mut fitting, mut refused, mut refusal): (Vec<Fitting>, Vec<Way>, _) = (Vec::new(), Vec::new(), None);
-    for (floor_s, way) in ways {
-        if fitting.iter().any(|fitting| fitting.step_s <= floor_s * 1.001) {
-            break;
-        }
-        match compare(way.clone()) {
-            Ok(fits) => fitting.push(fits),
-            // The last refusal is that of the plan that computes most again, and so takes the least memory.
-            Err(error @ Error::DoesNotFit(_)) => {
-                refusal = Some(error);
-                refused.push(way);
-            }
-            Err(other) => return Err(other),
-        }
-    }
-    let sort = |fitting: &mut Vec<Fitting>| fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-    sort(&mut fitting);
-    let waits = |fitting: &&Fitting| fitting.step_s > 1.005 * fitting.way.floor_s(hardware);
-    // A smaller window leaves more room for homes; the best are tried with that too, and where nothing has room beside
-    // the usual one, everything.
-    if matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
-        let best = fitting.iter().take(3).filter(waits).map(|best| best.way.clone()).collect();
-        let again = if fitting.is_empty() { refused } else { best };
-        let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
-        fitting.extend(again.into_iter().flat_map(smaller).filter_map(|way| compare(way).ok()));
-        sort(&mut fitting);
-    }
-    if let (None, Some(best)) = (settings.memory.prefetch, fitting.first().filter(waits)) {
-        let part = |part: &f64| Some((part * best.window_bytes as f64) as u64);
-        let nearer: Vec<Way> = PARTS.iter().map(|bytes| Way { prefetch: part(bytes), ..best.way.clone() }).collect();
-        fitting.extend(nearer.into_iter().filter_map(|way| compare(way).ok()));
-        sort(&mut fitting);
-    }
+fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
+    let mut search = Search { settings, hardware, world, fitting: Vec::new(), least_s: 0.0, refusal: None };
+    search.ways(&options, settings.memory.cpu_update.unwrap_or(0.0))?;
     let open = settings.memory.cpu_update.is_none() && settings.memory.plugin.spills();
     if open && hardware.rates.host_updates.is_some() && options.may_update_on_host(world.into()) {
-        let best: Vec<Way> = fitting.iter().take(2).filter(waits).map(|best| best.way.clone()).collect();
-        for (way, share) in best.iter().flat_map(|way| ON_HOST.map(|share| (way, share))) {
-            fitting.extend(compare(way.updating_on_host(share, hardware, world)));
-        }
-        sort(&mut fitting);
+        search.shares(&options)?;
     }
     // A longer rehearsal can find a window too full of holes that a short one found good.
+    let Search { fitting, mut refusal, .. } = search;
     for Fitting { way, .. } in fitting {
         match way.plan(settings, hardware, Rehearse::ToRun) {
             Ok(plan) => return Ok((way, plan)),
@@ -216,6 +152,116 @@ fn best(settings: &Settings, mut options: Options, hardware: &Hardware, world: u
         Some(Error::DoesNotFit(reason)) => Error::DoesNotFit(format!("{reason}{}", way_out(&options, world))),
         other => other.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())),
     })
+}
+
+/// The ways that were compared.
+struct Search<'a> {
+    settings: &'a Settings,
+    hardware: &'a Hardware,
+    world: u32,
+    /// Those that fit, the fastest first.
+    fitting: Vec<Fitting>,
+    /// Seconds of arithmetic of the way that computes nothing again.
+    least_s: f64,
+    /// Why one did not fit: the last of those that compute most again, and so take the least memory.
+    refusal: Option<Error>,
+}
+
+impl Search<'_> {
+    fn compare(&self, way: Way) -> Result<Fitting> {
+        let plan = way.plan(self.settings, self.hardware, Rehearse::ToCompare)?;
+        let step_s = Estimate::of(&plan).time.step_s;
+        Ok(Fitting { step_s, window_bytes: plan.placement.window_bytes, way })
+    }
+
+    /// Whether arithmetic waits for moves.
+    fn waits(&self, fitting: &Fitting) -> bool {
+        fitting.step_s > 1.005 * fitting.way.floor_s(self.hardware)
+    }
+
+    /// Rounds, recompute levels, windows and prefetch, with this share of the updates on the host.
+    fn ways(&mut self, options: &Options, on_host: f64) -> Result<()> {
+        let (recompute, blocks) = (self.settings.memory.recompute, options.config.num_hidden_layers);
+        let updates_on_host = groups_of(on_host, blocks + 2);
+        let mut ways: Vec<(f64, Way)> = Vec::new();
+        for round in rounds(options, self.world) {
+            for keep in levels(recompute, blocks as usize) {
+                for first_keep in first_levels(recompute, &keep, round < options.micro_batches) {
+                    let options = Options { round, keep: keep.clone(), first_keep, updates_on_host, ..options.clone() };
+                    let blueprint = Blueprint::for_world(options, &*self.hardware.backend, self.world);
+                    let way = Way { blueprint, window: WINDOWS[0], prefetch: self.settings.memory.prefetch };
+                    ways.push((way.floor_s(self.hardware), way));
+                }
+            }
+        }
+        // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
+        ways.sort_by(|a, b| a.0.total_cmp(&b.0));
+        self.least_s = ways.first().map_or(0.0, |(floor_s, _)| *floor_s);
+        let (mut found, mut refused): (Vec<Fitting>, Vec<Way>) = (Vec::new(), Vec::new());
+        for (floor_s, way) in ways {
+            if self.fitting.iter().chain(&found).any(|fitting| fitting.step_s <= floor_s * 1.001) {
+                break;
+            }
+            match self.compare(way.clone()) {
+                Ok(fits) => found.push(fits),
+                Err(error @ Error::DoesNotFit(_)) => {
+                    self.refusal = Some(error);
+                    refused.push(way);
+                }
+                Err(other) => return Err(other),
+            }
+        }
+        found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        // A smaller window leaves more room for homes; the best are tried with that too, and where nothing has room
+        // beside the usual one, everything.
+        if matches!(self.settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
+            let best = found.iter().take(3).filter(|best| self.waits(best)).map(|best| best.way.clone()).collect();
+            let again = if found.is_empty() { refused } else { best };
+            let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
+            found.extend(again.into_iter().flat_map(smaller).filter_map(|way| self.compare(way).ok()));
+        }
+        // And prefetch that runs less far ahead.
+        found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        if let (None, Some(best)) = (self.settings.memory.prefetch, found.first().filter(|best| self.waits(best))) {
+            let part = |part: &f64| Some((part * best.window_bytes as f64) as u64);
+            let nearer: Vec<Way> =
+                PARTS.iter().map(|bytes| Way { prefetch: part(bytes), ..best.way.clone() }).collect();
+            found.extend(nearer.into_iter().filter_map(|way| self.compare(way).ok()));
+        }
+        self.fitting.extend(found);
+        self.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        Ok(())
+    }
+
+    /// Shares of the updates for the host's cores, as long as anything moves and the step takes longer for it.
+    fn shares(&mut self, options: &Options) -> Result<()> {
+        let groups = options.config.num_hidden_layers + 2;
+        let mut tried = vec![0];
+        let mut next = ON_HOST.to_vec();
+        for beside in BESIDE.map(Some).into_iter().chain([None]) {
+            for share in next {
+                let count = groups_of(share, groups);
+                let moves = |best: &Fitting| best.window_bytes > 0 && best.step_s > 1.005 * self.least_s;
+                if !self.fitting.first().is_some_and(moves) {
+                    return Ok(());
+                }
+                if count <= groups && !tried.contains(&count) {
+                    tried.push(count);
+                    self.ways(options, share)?;
+                }
+            }
+            let best = self.fitting.first().map_or(0, |best| best.way.blueprint.options().updates_on_host);
+            let (Some(beside), 1..) = (beside, best) else { break };
+            let best = best as f64 / groups as f64;
+            next = vec![best - beside, best + beside];
+        }
+        Ok(())
+    }
+}
+
+/// How many of the groups a share is: at least one of any.
+fn groups_of(share: f64, groups: u64) -> u64 {
+    ((share * groups as f64).round() as u64).max(u64::from(share > 0.0))
 }
 
 /// What else to try where all micro-batches had to go together for the sake of gradients that are split over ranks.
