@@ -16,6 +16,7 @@ use castor_kernels::Tier;
 use castor_runtime::Bytes;
 use castor_runtime::plan::{Plan, Rehearse};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 /// Sizes of the window to try, the usual one first; see [`AutoPolicy::window`].
 const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
@@ -30,6 +31,10 @@ const ON_HOST: [f64; 5] = [1.0 / 16.0, 1.0 / 8.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.
 
 /// How far beside the best of these to look for a better one, farthest first.
 const BESIDE: [f64; 3] = [1.0 / 16.0, 1.0 / 32.0, 1.0 / 64.0];
+
+/// Ways that are compared at once, in as many threads as there are; as many on every machine, for where the search ends
+/// depends on it (L7).
+const AT_ONCE: usize = 8;
 
 /// A way of running.
 #[derive(Clone)]
@@ -168,10 +173,23 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    fn compare(&self, way: Way) -> Result<Fitting> {
-        let plan = way.plan(self.settings, self.hardware, Rehearse::ToCompare)?;
-        let step_s = Estimate::of(&plan).time.step_s;
-        Ok(Fitting { step_s, window_bytes: plan.placement.window_bytes, way })
+    /// What each way would take, in order.
+    fn compare(&self, ways: Vec<Way>) -> Vec<(Way, Result<Fitting>)> {
+        let compare = |way: Way| {
+            let plan = way.plan(self.settings, self.hardware, Rehearse::ToCompare);
+            let fitting = plan.map(|plan| Fitting {
+                step_s: Estimate::of(&plan).time.step_s,
+                window_bytes: plan.placement.window_bytes,
+                way: way.clone(),
+            });
+            (way, fitting)
+        };
+        ways.into_par_iter().map(compare).collect()
+    }
+
+    /// Those of these that fit.
+    fn those_that_fit(&self, ways: Vec<Way>) -> impl Iterator<Item = Fitting> + use<> {
+        self.compare(ways).into_iter().filter_map(|(_, fits)| fits.ok())
     }
 
     /// Whether arithmetic waits for moves.
@@ -198,17 +216,22 @@ impl Search<'_> {
         ways.sort_by(|a, b| a.0.total_cmp(&b.0));
         self.least_s = ways.first().map_or(0.0, |(floor_s, _)| *floor_s);
         let (mut found, mut refused): (Vec<Fitting>, Vec<Way>) = (Vec::new(), Vec::new());
-        for (floor_s, way) in ways {
-            if self.fitting.iter().chain(&found).any(|fitting| fitting.step_s <= floor_s * 1.001) {
+        // Where everything fits nothing is faster than the first.
+        let (first, others) = ways.split_at(1.min(ways.len()));
+        for ways in std::iter::once(first).chain(others.chunks(AT_ONCE)).filter(|ways| !ways.is_empty()) {
+            let hopeless = |fitting: &Fitting| fitting.step_s <= ways[0].0 * 1.001;
+            if self.fitting.iter().chain(&found).any(hopeless) {
                 break;
             }
-            match self.compare(way.clone()) {
-                Ok(fits) => found.push(fits),
-                Err(error @ Error::DoesNotFit(_)) => {
-                    self.refusal = Some(error);
-                    refused.push(way);
+            for (way, fits) in self.compare(ways.iter().map(|(_, way)| way.clone()).collect()) {
+                match fits {
+                    Ok(fits) => found.push(fits),
+                    Err(error @ Error::DoesNotFit(_)) => {
+                        self.refusal = Some(error);
+                        refused.push(way);
+                    }
+                    Err(other) => return Err(other),
                 }
-                Err(other) => return Err(other),
             }
         }
         found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
@@ -218,7 +241,7 @@ impl Search<'_> {
             let best = found.iter().take(3).filter(|best| self.waits(best)).map(|best| best.way.clone()).collect();
             let again = if found.is_empty() { refused } else { best };
             let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
-            found.extend(again.into_iter().flat_map(smaller).filter_map(|way| self.compare(way).ok()));
+            found.extend(self.those_that_fit(again.into_iter().flat_map(smaller).collect()));
         }
         // And prefetch that runs less far ahead.
         found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
@@ -226,7 +249,7 @@ impl Search<'_> {
             let part = |part: &f64| Some((part * best.window_bytes as f64) as u64);
             let nearer: Vec<Way> =
                 PARTS.iter().map(|bytes| Way { prefetch: part(bytes), ..best.way.clone() }).collect();
-            found.extend(nearer.into_iter().filter_map(|way| self.compare(way).ok()));
+            found.extend(self.those_that_fit(nearer));
         }
         self.fitting.extend(found);
         self.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
