@@ -16,6 +16,8 @@ pub struct Times {
     pub busy_ns: [Option<u64>; Stream::ALL.len()],
     /// Nanoseconds for which the compute stream waited for moves.
     pub stall_ns: u64,
+    /// Intervals that came while too many others were not over yet, and are in none of these times.
+    pub lost: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -69,6 +71,8 @@ impl Clock {
     fn take(&mut self, what: What, from: Mark, to: Mark) {
         if self.pending.len() < PENDING {
             self.pending.push_back((what, from, to));
+        } else {
+            self.times.lost += 1;
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::report::peak_host_bytes;
 use castor_kernels::{Stream, Tier};
 use castor_runtime::ledger::{Category, Ledger};
 use castor_runtime::mem_stats::TickStats;
-use castor_runtime::plan::Plan;
+use castor_runtime::plan::{Budgets, Plan};
 use castor_runtime::transfer::Traffic;
 use castor_runtime::{Bytes, Pass, Role, StatefulTensorMgr};
 use std::collections::BTreeMap;
@@ -54,8 +54,15 @@ pub fn plan_lines(plan: &Plan, layout: &castor_runtime::layout::Layout, ledger: 
     text
 }
 
-/// One rank's memory, predicted and measured.
-pub fn memory(manager: &mut StatefulTensorMgr, world: &World, steps: u64, step_seconds: f64) -> MemoryReport {
+/// One rank's memory, predicted and measured over `steps` steps of its plan, the last `warm` of which nothing interrupted,
+/// under these `budgets`.
+pub fn memory(
+    manager: &mut StatefulTensorMgr,
+    world: &World,
+    budgets: &Budgets,
+    (steps, warm): (u64, u64),
+    step_seconds: f64,
+) -> MemoryReport {
     let times = manager.times();
     let a_step = |nanoseconds: u64| nanoseconds as f64 * 1e-9 / steps.max(1) as f64;
     let manager = &*manager;
@@ -68,7 +75,7 @@ pub fn memory(manager: &mut StatefulTensorMgr, world: &World, steps: u64, step_s
         .filter(|tier| manager.ledger().total(*tier) > 0)
         .map(|tier| TierReport {
             tier: tier.name().into(),
-            budget_bytes: plan.budgets.of(tier),
+            budget_bytes: budgets.of(tier),
             categories: Category::ALL.iter().map(|category| category.name().into()).collect(),
             predicted: table(predicted, measured.len(), tier),
             measured: table(measured, measured.len(), tier),
@@ -79,7 +86,7 @@ pub fn memory(manager: &mut StatefulTensorMgr, world: &World, steps: u64, step_s
         })
         .collect();
     let counted = manager.last_traffic(Pass::Train);
-    let planned = plan.predicted.step(steps.saturating_sub(1));
+    let planned = plan.predicted.step(warm.saturating_sub(1));
     // Gathers and reductions share a stream; its time is given once.
     let streams = [
         Some(Stream::HostToDevice),

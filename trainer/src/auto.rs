@@ -29,6 +29,9 @@ const PARTS: [f64; 2] = [0.5, 0.25];
 /// others where they lie.
 const ON_HOST: [f64; 5] = [1.0 / 16.0, 1.0 / 8.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.0];
 
+/// The most of them with those beside.
+const MOST_ON_HOST: f64 = 9.0 / 16.0;
+
 /// How far beside the best of these to look for a better one, farthest first.
 const BESIDE: [f64; 3] = [1.0 / 16.0, 1.0 / 32.0, 1.0 / 64.0];
 
@@ -137,11 +140,48 @@ pub fn plan_saving(
     }
 }
 
+/// Seconds of a step that no way of running undercuts.
+pub fn floor_s(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> f64 {
+    let fixed = settings.memory.cpu_update.unwrap_or(0.0);
+    let most = if shares_updates(settings, options, hardware, world) { MOST_ON_HOST } else { fixed };
+    ways(settings, options, most, hardware, world).first().map_or(0.0, |(floor_s, _)| *floor_s)
+}
+
+/// How many of the groups a share is: at least one of any.
+fn groups_of(share: f64, groups: u64) -> u64 {
+    ((share * groups as f64).round() as u64).max(u64::from(share > 0.0))
+}
+
+/// Whether it is open which updates the host's cores make.
+fn shares_updates(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> bool {
+    let open = settings.memory.cpu_update.is_none() && settings.memory.plugin.spills();
+    open && hardware.rates.host_updates.is_some() && options.may_update_on_host(world.into())
+}
+
+/// The ways that the settings leave open with this share of the updates on the host, each with [`Way::floor_s`]: the
+/// fewest operations first.
+fn ways(settings: &Settings, options: &Options, on_host: f64, hardware: &Hardware, world: u32) -> Vec<(f64, Way)> {
+    let (recompute, blocks) = (settings.memory.recompute, options.config.num_hidden_layers);
+    let updates_on_host = groups_of(on_host, blocks + 2);
+    let mut ways: Vec<(f64, Way)> = Vec::new();
+    for round in rounds(options, world) {
+        for keep in levels(recompute, blocks as usize) {
+            for first_keep in first_levels(recompute, &keep, round < options.micro_batches) {
+                let options = Options { round, keep: keep.clone(), first_keep, updates_on_host, ..options.clone() };
+                let blueprint = Blueprint::for_world(options, &*hardware.backend, world);
+                let way = Way { blueprint, window: WINDOWS[0], prefetch: settings.memory.prefetch };
+                ways.push((way.floor_s(hardware), way));
+            }
+        }
+    }
+    ways.sort_by(|a, b| a.0.total_cmp(&b.0));
+    ways
+}
+
 fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
     let mut search = Search { settings, hardware, world, fitting: Vec::new(), least_s: 0.0, refusal: None };
     search.ways(&options, settings.memory.cpu_update.unwrap_or(0.0))?;
-    let open = settings.memory.cpu_update.is_none() && settings.memory.plugin.spills();
-    if open && hardware.rates.host_updates.is_some() && options.may_update_on_host(world.into()) {
+    if shares_updates(settings, &options, hardware, world) {
         search.shares(&options)?;
     }
     // A longer rehearsal can find a window too full of holes that a short one found good.
@@ -199,24 +239,10 @@ impl Search<'_> {
 
     /// Rounds, recompute levels, windows and prefetch, with this share of the updates on the host.
     fn ways(&mut self, options: &Options, on_host: f64) -> Result<()> {
-        let (recompute, blocks) = (self.settings.memory.recompute, options.config.num_hidden_layers);
-        let updates_on_host = groups_of(on_host, blocks + 2);
-        let mut ways: Vec<(f64, Way)> = Vec::new();
-        for round in rounds(options, self.world) {
-            for keep in levels(recompute, blocks as usize) {
-                for first_keep in first_levels(recompute, &keep, round < options.micro_batches) {
-                    let options = Options { round, keep: keep.clone(), first_keep, updates_on_host, ..options.clone() };
-                    let blueprint = Blueprint::for_world(options, &*self.hardware.backend, self.world);
-                    let way = Way { blueprint, window: WINDOWS[0], prefetch: self.settings.memory.prefetch };
-                    ways.push((way.floor_s(self.hardware), way));
-                }
-            }
-        }
-        // The fewest operations first, so that the search ends where no plan to come can be faster than the best.
-        ways.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let ways = ways(self.settings, options, on_host, self.hardware, self.world);
         self.least_s = ways.first().map_or(0.0, |(floor_s, _)| *floor_s);
         let (mut found, mut refused): (Vec<Fitting>, Vec<Way>) = (Vec::new(), Vec::new());
-        // Where everything fits nothing is faster than the first.
+        // No plan to come can be faster than the best. Where everything fits that is the first.
         let (first, others) = ways.split_at(1.min(ways.len()));
         for ways in std::iter::once(first).chain(others.chunks(AT_ONCE)).filter(|ways| !ways.is_empty()) {
             let hopeless = |fitting: &Fitting| fitting.step_s <= ways[0].0 * 1.001;
@@ -280,11 +306,6 @@ impl Search<'_> {
         }
         Ok(())
     }
-}
-
-/// How many of the groups a share is: at least one of any.
-fn groups_of(share: f64, groups: u64) -> u64 {
-    ((share * groups as f64).round() as u64).max(u64::from(share > 0.0))
 }
 
 /// What else to try where all micro-batches had to go together for the sake of gradients that are split over ranks.

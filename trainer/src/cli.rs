@@ -16,13 +16,14 @@ use crate::data::{DataSpec, OnBadRecord};
 use crate::error::{Error, Result};
 use crate::plan::Wanted;
 use crate::rendezvous::World;
+use crate::replan::request::Request as NewBudgets;
 use crate::sample::{Choice, Request};
 use crate::settings::elsewhere::{IGNORED, ONLY_OFF, ONLY_ON, REFUSED};
 use crate::settings::raw::{Origin, Raw};
 use crate::settings::table::{self, FLAGS, Flag, Kind, SHORTHANDS};
-use crate::settings::{Settings, boolean, nearest};
+use crate::settings::{Settings, boolean, budget, nearest};
 use crate::weights::ExportDType;
-use tree::{doctor_flags, sample_flags, tree};
+use tree::{doctor_flags, replan_flags, sample_flags, tree};
 
 /// What the user asks for.
 #[derive(Debug)]
@@ -78,6 +79,13 @@ pub enum Command {
     },
     /// `castor report RUN_DIR`
     Report(PathBuf),
+    /// `castor replan RUN_DIR`
+    Replan {
+        /// The folder of the run that goes on.
+        run_dir: PathBuf,
+        /// Its new budgets.
+        request: NewBudgets,
+    },
     /// `castor doctor`
     Doctor {
         /// Whether links, memory, disk and GEMM are measured.
@@ -151,6 +159,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command> {
             },
         }),
         Some(("report", matches)) => Ok(Command::Report(required(matches, "run_dir").into())),
+        Some(("replan", matches)) => replan(matches),
         Some(("sample", matches)) => sample(matches),
         Some(("doctor", matches)) => {
             let settings = Box::new(Settings::resolve(&given(matches, doctor_flags())?, Vec::new())?);
@@ -279,6 +288,22 @@ fn pack(matches: &ArgMatches) -> Result<Command> {
         tokenizer: required(matches, "tokenizer"),
         out: required(matches, "out").into(),
     })
+}
+
+fn replan(matches: &ArgMatches) -> Result<Command> {
+    let raw = given(matches, replan_flags())?;
+    let asked = |key: &str| -> Result<Option<String>> {
+        match value(matches, key) {
+            Some(_) => budget(&raw, key).map(|_| Some(raw.values(key).concat())),
+            None => Ok(None),
+        }
+    };
+    let request = NewBudgets {
+        device_memory: asked("device_memory")?,
+        host_memory: asked("host_memory")?,
+        nvme_capacity: asked("nvme_capacity")?,
+    };
+    Ok(Command::Replan { run_dir: required(matches, "run_dir").into(), request })
 }
 
 fn sample(matches: &ArgMatches) -> Result<Command> {

@@ -1,8 +1,9 @@
 //! The ZeRO-3 trainer of Llama-family models, its launcher and its memory report.
 //!
 //! What to compute: [`config`] and [`settings`] say what is wanted, [`model`] and the step write it out,
-//! [`blueprint`] plans it, [`engine`] runs the plan, [`data`] and [`weights`] feed it, [`checkpoint`] keeps it,
-//! [`launcher`] and [`rendezvous`] make ranks of it, [`report`] says what happened, [`sample`] shows what was learnt.
+//! [`blueprint`] plans it, [`engine`] runs the plan, [`replan`] finds a better one meanwhile, [`data`] and [`weights`]
+//! feed it, [`checkpoint`] keeps it, [`launcher`] and [`rendezvous`] make ranks of it, [`report`] says what happened,
+//! [`sample`] shows what was learnt.
 #![forbid(unsafe_code)]
 
 pub mod account;
@@ -32,6 +33,7 @@ pub mod plan;
 pub mod plugin;
 pub mod rates;
 pub mod rendezvous;
+pub mod replan;
 pub mod report;
 pub mod sample;
 pub mod session;

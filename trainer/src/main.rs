@@ -9,6 +9,7 @@ use castor_trainer::data::{self, Tokenizer};
 use castor_trainer::doctor::{self, Finding, Probes};
 use castor_trainer::error::Result;
 use castor_trainer::launcher::{self, Setup};
+use castor_trainer::replan::request;
 use castor_trainer::{checkpoint, measure, parity, plan, report, sample, train};
 
 fn main() -> ExitCode {
@@ -47,6 +48,7 @@ fn run() -> Result<u8> {
         }
         Command::Sample { settings, request } => sample::main(&settings, &request)?,
         Command::Report(run_dir) => report::main(&run_dir)?,
+        Command::Replan { run_dir, request: asked } => request::main(&run_dir, &asked)?,
         Command::Doctor { bench, settings } => {
             survey(settings.memory.nvme.as_deref().unwrap_or(Path::new(".")));
             if bench {

@@ -15,7 +15,7 @@ use crate::optimizer::Optimizer;
 use crate::rates::{RateCache, Rates};
 use crate::rendezvous::World;
 use crate::settings::{
-    BackendKind, LrConvention, OptimizerKind, Precision, ScheduleKind, Settings, ShardSize, StateFormat,
+    BackendKind, Budget, LrConvention, OptimizerKind, Precision, ScheduleKind, Settings, ShardSize, StateFormat,
 };
 use crate::source::TensorSource;
 use crate::weights::{self, RandomWeights};
@@ -34,6 +34,8 @@ pub struct Hardware {
     pub backend: Arc<dyn Backend>,
     /// Bytes per tier, of which every rank has as many.
     pub budgets: Budgets,
+    /// Bytes per tier that this rank could have had when the run began.
+    pub room: Budgets,
     /// What it does per second, the same numbers on all ranks.
     pub rates: Rates,
     /// What to tell the user.
@@ -47,12 +49,31 @@ impl Hardware {
     /// If CUDA is asked for and not there, a peer does not appear, or a limit cannot be read.
     pub fn open(settings: &Settings, world: &World) -> Result<Hardware> {
         let (backend, notices) = backend(settings, world)?;
-        let budgets = budgets(settings, world, &*backend)?;
+        let room = room(settings, world, &*backend)?;
+        let budgets = budgets(settings, &room, &*backend);
         let cache = RateCache::path().as_deref().map(RateCache::read).unwrap_or_default();
         let known = Rates::known(&backend.device(), settings.memory.nvme.as_deref(), &cache);
         let known = if backend.device().backend == "cpu" { known.within(&settings.backend.emulated) } else { known };
         let (rates, budgets) = agreement::common(&*backend, known.shared_by(world.local_world), budgets)?;
-        Ok(Hardware { backend, budgets, rates, notices })
+        Ok(Hardware { backend, budgets, room, rates, notices })
+    }
+
+    /// Opens the backend again, for a plan by budgets and rates that all ranks hold already. What was opened before must
+    /// be dropped.
+    ///
+    /// # Errors
+    /// As [`Hardware::open`].
+    pub fn again(
+        settings: &Settings,
+        world: &World,
+        budgets: Budgets,
+        room: Budgets,
+        rates: Rates,
+    ) -> Result<Hardware> {
+        let mut settings = settings.clone();
+        settings.memory.device = Budget::Bytes(budgets.device);
+        let (backend, notices) = backend(&settings, world)?;
+        Ok(Hardware { backend, budgets, room, rates, notices })
     }
 }
 
@@ -136,24 +157,35 @@ fn cpu(settings: &Settings, world: &World, link: Option<Link>) -> Result<Cpu> {
     })?)
 }
 
-/// What this rank may use: what the settings say of what the machine has, shared by the ranks of this host.
-fn budgets(settings: &Settings, world: &World, backend: &dyn Backend) -> Result<Budgets> {
-    let memory = &settings.memory;
+/// What this rank could have of what the machine has, shared by the ranks of this host.
+fn room(settings: &Settings, world: &World, backend: &dyn Backend) -> Result<Budgets> {
     let local = u64::from(world.local_world);
     let device = backend.device();
     let host = limits::host_available_bytes().unwrap_or(u64::MAX) / local;
-    // The emulated device is host memory too.
-    let host = if device.backend == "cpu" { host / 2 } else { host };
-    let nvme = match &memory.nvme {
-        None => 0,
-        Some(folder) => memory.nvme_capacity.bytes(disk_room(folder)? / local),
+    let (device, host) = match device.backend {
+        // The emulated device is host memory too.
+        "cpu" => (host / 2, host / 2),
+        _ => (device.available_bytes + device.overhead_bytes, host),
     };
-    Ok(Budgets {
-        device: memory.device.bytes(device.available_bytes + device.overhead_bytes),
-        host: memory.host.bytes(host),
-        nvme,
-        nvme_folder: memory.nvme.clone(),
-    })
+    let folder = &settings.memory.nvme;
+    let nvme = folder.as_deref().map(disk_room).transpose()?.map_or(0, |bytes| bytes / local);
+    Ok(Budgets { device, host, nvme, nvme_folder: folder.clone() })
+}
+
+/// What this rank may use: what the settings say of the `room`.
+fn budgets(settings: &Settings, room: &Budgets, backend: &dyn Backend) -> Budgets {
+    let memory = &settings.memory;
+    let device = backend.device();
+    Budgets {
+        device: match device.backend {
+            // The emulated device was made as large as the settings say.
+            "cpu" => device.available_bytes,
+            _ => memory.device.bytes(room.device),
+        },
+        host: memory.host.bytes(room.host),
+        nvme: memory.nvme_capacity.bytes(room.nvme),
+        nvme_folder: room.nvme_folder.clone(),
+    }
 }
 
 /// Bytes that the disk of the NVMe tier's folder has room for.

@@ -18,6 +18,7 @@ mod values;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub(crate) use resolve::budget;
 pub(crate) use values::boolean;
 pub use values::{Budget, Every, nearest};
 
@@ -248,6 +249,8 @@ pub struct MemorySettings {
     pub prefetch: Option<u64>,
     /// Share of the updates that the host's cores make; None: the plan decides.
     pub cpu_update: Option<f64>,
+    /// Whether the run is planned once more by what its first steps measured.
+    pub replan: bool,
     /// Updates that the memory collector records.
     pub warmup_steps: u64,
 }

@@ -19,7 +19,7 @@ fn plan(link_bytes_per_s: f64) -> (Blueprint, Plan, Estimate) {
     let backend = Arc::new(Cpu::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap());
     let budgets = Budgets { device: 90 << 20, host: 1 << 30, nvme: 0, nvme_folder: None };
     let rates = Rates { host_to_device: link_bytes_per_s, device_to_host: link_bytes_per_s, ..Rates::assumed("cpu") };
-    let hardware = Hardware { backend, budgets, rates, notices: Vec::new() };
+    let hardware = Hardware { backend, room: budgets.clone(), budgets, rates, notices: Vec::new() };
     let (config, _) = settings.model_shape().unwrap();
     let options = session::options(&settings, config, 256, settings.batch_size, 1, 1);
     auto::plan(&settings, options, &hardware, 1).unwrap()

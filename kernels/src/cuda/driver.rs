@@ -254,9 +254,18 @@ impl Drop for HostArena {
 /// Host bytes that the control group's limit still leaves. Without a limit the kernel's own estimate is not
 /// used to refuse: there are machines whose memory grows as it is touched.
 fn available_host_bytes() -> u64 {
-    let number = |path| std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
-    number("/sys/fs/cgroup/memory.max")
-        .map_or(u64::MAX, |limit| limit.saturating_sub(number("/sys/fs/cgroup/memory.current").unwrap_or(0)))
+    let text = |name| std::fs::read_to_string(format!("/sys/fs/cgroup/memory.{name}")).unwrap_or_default();
+    let number = |name| text(name).trim().parse::<u64>().ok();
+    let used = number("current").unwrap_or(0).saturating_sub(cached_bytes(&text("stat")));
+    number("max").map_or(u64::MAX, |limit| limit.saturating_sub(used))
+}
+
+/// Of the bytes that a control group uses those of files, by its `memory.stat`: the kernel takes them away where they are
+/// wanted. After a checkpoint they fill the group to its limit.
+fn cached_bytes(stat: &str) -> u64 {
+    let bytes =
+        |line: &str| line.strip_prefix("active_file ").or(line.strip_prefix("inactive_file "))?.parse::<u64>().ok();
+    stat.lines().filter_map(bytes).sum()
 }
 
 /// A registered page of host memory that the device sees at the same time: counters and small results.
@@ -333,6 +342,12 @@ impl Drop for SharedPage {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_files_hold_of_a_group_is_not_in_use() {
+        assert_eq!(cached_bytes("anon 7\nfile 60\ninactive_file 20\nactive_file 30\nunevictable 1\n"), 50);
+        assert_eq!(cached_bytes(""), 0);
+    }
 
     #[test]
     fn pieces_never_cross_a_registration() {

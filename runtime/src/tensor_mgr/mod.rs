@@ -256,6 +256,11 @@ impl StatefulTensorMgr {
         self.pass_traffic[pass.index()]
     }
 
+    /// Passes since the window was last empty, the present or last one counted.
+    pub const fn warm_passes(&self) -> u64 {
+        self.warm_passes
+    }
+
     /// In a rehearsal: how long the last pass would take.
     pub const fn last_time(&self) -> Option<StepTime> {
         self.pass_time

@@ -36,7 +36,7 @@ pub use folder::not_a_model;
 pub use model::save_model;
 pub(crate) use rank_file::bytes as rank_bytes;
 pub use restore::{Checkpoint, find};
-pub use save::{Saved, Saver, prepare, save};
+pub use save::{Saved, Saver, prepare, room, save, way_back};
 
 use crate::error::{Error, Result};
 use castor_kernels::Backend;
@@ -51,7 +51,7 @@ enum Word {
 
 /// Lets all ranks know how each fared, and what it has to say: all ranks' words, in rank order, or the failure of
 /// the first that failed. All ranks must call it.
-fn share(backend: &dyn Backend, mine: Result<String>) -> Result<Vec<String>> {
+pub(crate) fn share(backend: &dyn Backend, mine: Result<String>) -> Result<Vec<String>> {
     let word = match &mine {
         Ok(said) => Word::Done(said.clone()),
         Err(error) => Word::Failed(error.to_string()),
@@ -71,7 +71,7 @@ fn share(backend: &dyn Backend, mine: Result<String>) -> Result<Vec<String>> {
 }
 
 /// As [`share`], for ranks with nothing to say.
-fn agree(backend: &dyn Backend, mine: Result<()>) -> Result<()> {
+pub(crate) fn agree(backend: &dyn Backend, mine: Result<()>) -> Result<()> {
     share(backend, mine.map(|()| String::new())).map(drop)
 }
 

@@ -2,8 +2,9 @@
 
 use super::facts::Facts;
 use super::in_flight::{Advanced, InFlight, Job};
+use super::restore::Checkpoint;
 use super::snapshot::Snapshot;
-use super::{failed, folder, model, rank_file};
+use super::{agree, failed, folder, model, rank_file};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::report::log::SaveRecord;
@@ -72,9 +73,47 @@ impl Saver {
     /// # Errors
     /// As [`Saver::save`].
     pub fn save_interrupted(&mut self, engine: &mut Engine) -> Result<Saved> {
-        let mut saved = if self.every == Every::Never { Saved::default() } else { self.save(engine)? };
+        match self.every {
+            Every::Never => self.settle(engine),
+            _ => self.save_to_go_on(engine),
+        }
+    }
+
+    /// Saves a run that goes on from there at once, whether it is one that saves or not, and waits until all is on disk.
+    ///
+    /// # Errors
+    /// As [`Saver::save`].
+    pub fn save_to_go_on(&mut self, engine: &mut Engine) -> Result<Saved> {
+        let mut saved = self.save(engine)?;
         saved.extend(self.settle(engine)?);
-        Ok(saved)
+        let passing = self.every == Every::Never && self.on_disk == Some(engine.progress().step);
+        Ok(if passing { Saved::default() } else { saved })
+    }
+
+    /// Goes on from what [`Saver::save_to_go_on`] saved after `step` with an engine that made no step. Where the run is
+    /// not one that saves, nothing is left of it. All ranks must call it.
+    ///
+    /// # Errors
+    /// If a rank cannot read it: on every rank.
+    pub fn go_on(output: &OutputSettings, step: u64, engine: &mut Engine) -> Result<()> {
+        let folder = folder::of_step(&output.dir, step);
+        let restored = Checkpoint::open(&folder).and_then(|checkpoint| checkpoint.restore(engine));
+        let backend = Arc::clone(engine.manager().backend());
+        agree(&*backend, restored)?;
+        match output.save == Every::Never && backend.rank() == 0 {
+            true => folder::remove_step(&output.dir, step),
+            false => Ok(()),
+        }
+    }
+
+    /// The step whose checkpoint this saver wrote last, and that is on disk.
+    pub const fn on_disk(&self) -> Option<u64> {
+        self.on_disk
+    }
+
+    /// Whether a save goes on beside the run.
+    pub const fn is_saving(&self) -> bool {
+        self.in_flight.is_some()
     }
 
     /// Saves the run as it is, unless it just did or the last step casts doubt on the weights
@@ -148,18 +187,6 @@ impl Saver {
         }
     }
 
-    /// Where a run that failed can go on from, as is said to the user.
-    pub fn way_back(&self) -> String {
-        // What is there, and not what was begun: a save in flight may not have ended.
-        match folder::steps(&self.run_dir).unwrap_or_default().last() {
-            Some(step) => {
-                let folder = folder::of_step(&self.run_dir, *step);
-                format!("the last checkpoint is {}, and --resume latest goes on from it", folder.display())
-            }
-            None => "no checkpoint was saved to go on from (--save_steps)".into(),
-        }
-    }
-
     /// Writes the final weights: as [`save_model`](super::save_model), which all ranks must call. What was just
     /// saved is not gathered again but read from there by rank 0.
     ///
@@ -207,6 +234,36 @@ pub fn save(run_dir: &Path, facts: &Facts, limit: Option<u64>, engine: &mut Engi
             Advanced::Goes(next) => save = next,
             Advanced::Saved(_, notices) => return Ok(notices),
         }
+    }
+}
+
+/// Where a run that failed can go on from, as is said to the user.
+pub fn way_back(run_dir: &Path) -> String {
+    // What is there, and not what was begun: a save in flight may not have ended.
+    match folder::steps(run_dir).unwrap_or_default().last() {
+        Some(step) => {
+            let folder = folder::of_step(run_dir, *step);
+            format!("the last checkpoint is {}, and --resume latest goes on from it", folder.display())
+        }
+        None => "no checkpoint was saved to go on from (--save_steps)".into(),
+    }
+}
+
+/// Refuses a checkpoint for which the disk of `run_dir` has no room.
+///
+/// # Errors
+/// [`Error::Failed`] with both numbers.
+pub fn room(run_dir: &Path, layout: &Layout) -> Result<()> {
+    let bytes = rank_file::bytes(layout) * layout.shards;
+    let available = limits::disk_available_bytes(run_dir).map_err(|error| failed(run_dir, "statvfs", &error))?;
+    match available < bytes {
+        true => Err(Error::Failed(format!(
+            "a checkpoint to go on from takes {} and {} are free in {}",
+            Bytes(bytes),
+            Bytes(available),
+            run_dir.display()
+        ))),
+        false => Ok(()),
     }
 }
 

@@ -79,6 +79,11 @@ pub(super) fn tree() -> clap::Command {
             command("report", "Render the report of a recorded run").arg(path("run_dir", "The run's --output_dir")),
         )
         .subcommand(
+            command("replan", "Give a run that goes on other budgets: it plans anew and changes over, or says why not")
+                .arg(path("run_dir", "The run's --output_dir"))
+                .args(replan_flags().map(replan_argument)),
+        )
+        .subcommand(
             command("doctor", "What this machine has, what is missing and what to do")
                 .arg(switch("bench", "Measure links, memory, GEMM and the disk of --nvme; plans use what it finds"))
                 .args(doctor_flags().map(argument)),
@@ -88,6 +93,11 @@ pub(super) fn tree() -> clap::Command {
 /// The rows of the table that `doctor` takes.
 pub(super) fn doctor_flags() -> impl Iterator<Item = &'static Flag> {
     FLAGS.iter().filter(|flag| matches!(flag.key, "backend" | "nvme"))
+}
+
+/// The rows of the table that `replan` takes.
+pub(super) fn replan_flags() -> impl Iterator<Item = &'static Flag> {
+    FLAGS.iter().filter(|flag| matches!(flag.key, "device_memory" | "host_memory" | "nvme_capacity"))
 }
 
 /// The rows of the table that `sample` takes.
@@ -104,6 +114,13 @@ pub(super) fn sample_flags() -> impl Iterator<Item = &'static Flag> {
         "backend",
     ];
     FLAGS.iter().filter(|flag| TAKEN.contains(&flag.key))
+}
+
+/// A row of the table as `replan` takes it: what is not given stays as it is.
+fn replan_argument(flag: &'static Flag) -> Arg {
+    argument(flag)
+        .help(format!("{}; auto: all that the rank could have [as it is]", flag.help))
+        .help_heading(None::<&str>)
 }
 
 /// A row of the table as `sample` takes it: there is nothing to train.

@@ -33,6 +33,9 @@ pub fn page(title: &str, log: Option<&Run>, memory: Option<&MemoryReport>) -> St
     if let Some(run) = log.filter(|run| !run.steps.is_empty()) {
         steps_section(&mut html, run);
     }
+    if let Some(run) = log.filter(|run| !run.plans.is_empty()) {
+        plans_section(&mut html, run);
+    }
     if let Some(memory) = memory {
         links_section(&mut html, memory);
         chunks_section(&mut html, memory);
@@ -202,6 +205,31 @@ fn steps_section(html: &mut String, run: &Run) {
     let rate = |step: &super::progress::StepRecord| step.tokens as f64 / step.seconds;
     html.push_str(&line("Tokens per second over the steps", 2, &points(&rate, "tokens/s", 0), 0));
     html.push_str("</article></section>\n");
+}
+
+/// Changes of the plan; memory and links of the page are those of the last.
+fn plans_section(html: &mut String, run: &Run) {
+    html.push_str(
+        "<section><h2>Changes of the plan</h2><p class=\"quiet\">Memory and what is moved per step are shown for the \
+         last plan.</p><article class=\"wide\"><table><thead><tr><th>After step</th><th>Reason</th><th>Step before, \
+         s</th><th>Step planned, s</th><th>Change took, s</th><th>Moved before: planned, MiB</th><th>Counted, MiB</th>\
+         </tr></thead><tbody>",
+    );
+    for plan in &run.plans {
+        let sum = |bytes: &BTreeMap<String, u64>| mib(bytes.values().sum());
+        let _ = write!(
+            html,
+            "<tr><th>{}</th><td class=\"word\">{}</td><td>{:.3}</td><td>{:.3}</td><td>{:.2}</td><td>{}</td><td>{}</td></tr>",
+            plan.step,
+            escape(&plan.reason),
+            plan.before_s,
+            plan.after_s,
+            plan.took_s,
+            sum(&plan.planned_bytes),
+            sum(&plan.counted_bytes)
+        );
+    }
+    html.push_str("</tbody></table></article></section>\n");
 }
 
 fn links_section(html: &mut String, memory: &MemoryReport) {

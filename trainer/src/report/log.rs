@@ -5,6 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -27,6 +28,8 @@ enum Line {
     Evaluation(EvaluationRecord),
     /// A checkpoint that is on disk.
     Save(SaveRecord),
+    /// A change of the plan within a session.
+    Plan(PlanRecord),
     /// Ends a session: its metrics, or why it ended.
     Footer { results: Value },
 }
@@ -56,6 +59,48 @@ pub struct SaveRecord {
     pub held_seconds: f64,
 }
 
+/// A change of the plan while a session goes on, and what became of the plan before.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PlanRecord {
+    /// Steps made before it.
+    pub step: u64,
+    /// Why: "measured", or the budgets that were asked for.
+    pub reason: String,
+    /// Seconds of a step of the plan before, as planned by the rates of the new one.
+    pub before_s: f64,
+    /// Seconds of a step of the new plan.
+    pub after_s: f64,
+    /// Seconds of a step as measured, where that is the reason.
+    pub measured_s: Option<f64>,
+    /// Seconds from the last step of the plan before to the first of the new one.
+    pub took_s: f64,
+    /// What the new plan may use, bytes by tier.
+    pub budgets: BTreeMap<String, u64>,
+    /// Bytes by link of the last step of the plan before, as planned.
+    pub planned_bytes: BTreeMap<String, u64>,
+    /// The same as counted.
+    pub counted_bytes: BTreeMap<String, u64>,
+}
+
+/// Why no run goes on in a folder; none if one does, as far as its log can say: the file is locked meanwhile.
+///
+/// # Errors
+/// [`Error::Failed`] if the log cannot be opened.
+pub fn goes_on(run_dir: &Path) -> Result<Option<String>> {
+    let path = run_dir.join(FILE);
+    let file = match File::open(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Ok(Some(format!(
+                "it is not the folder of a run, for it holds no {FILE}; give a run's --output_dir"
+            )));
+        }
+        file => file.map_err(|error| Error::Failed(format!("{}: {error}", path.display())))?,
+    };
+    // A file system that knows no locks cannot say, and the run that is there may.
+    let free = flock(&file, FlockOperation::NonBlockingLockShared).is_ok();
+    Ok(free.then(|| "no run goes on there; budgets of one that is to start are flags of `castor train`".into()))
+}
+
 /// The log while it is written. Each line is on disk, as far as the system is concerned, before the next step.
 pub struct RunLog {
     file: File,
@@ -77,6 +122,8 @@ impl RunLog {
         // What no report could read at the end is refused before the first step.
         RunLog::read(run_dir)?;
         let file = OpenOptions::new().create(true).append(true).open(&path).map_err(failed)?;
+        // For [`goes_on`]; a file system that knows no locks is no reason not to train.
+        let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
         let mut log = RunLog { file, path };
         log.line(&Line::Header { run: header })?;
         Ok(log)
@@ -104,6 +151,14 @@ impl RunLog {
     /// [`Error::Failed`] with path and reason.
     pub fn save(&mut self, record: &SaveRecord) -> Result<()> {
         self.line(&Line::Save(*record))
+    }
+
+    /// Writes a change of the plan.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with path and reason.
+    pub fn plan(&mut self, record: &PlanRecord) -> Result<()> {
+        self.line(&Line::Plan(record.clone()))
     }
 
     /// Ends the session.
@@ -158,6 +213,7 @@ impl RunLog {
                     evaluations.insert(record.step, record);
                 }
                 Ok(Line::Save(record)) => run.saves.push(record),
+                Ok(Line::Plan(record)) => run.plans.push(record),
                 Err(_) if cut && index + 1 == lines.len() => {}
                 Err(error) => {
                     let reason = format!("line {} is no line of a log ({error})", index + 1);
@@ -195,6 +251,7 @@ fn take_out_later(path: &Path, after: Option<u64>) -> Result<()> {
             Ok(Line::Step(record)) => record.step,
             Ok(Line::Evaluation(record)) => record.step,
             Ok(Line::Save(record)) => record.step,
+            Ok(Line::Plan(record)) => record.step,
             // What is broken is for the reader to name.
             Ok(Line::Header { .. } | Line::Footer { .. }) | Err(_) => 0,
         };
@@ -224,6 +281,8 @@ pub struct Run {
     pub evaluations: Vec<EvaluationRecord>,
     /// Every save of all sessions, in the order in which they ended.
     pub saves: Vec<SaveRecord>,
+    /// Every change of the plan within a session, in order.
+    pub plans: Vec<PlanRecord>,
     /// The last session's end; none if it never got there.
     pub footer: Option<Value>,
 }
@@ -361,6 +420,29 @@ mod tests {
         let run = RunLog::read(folder.path()).unwrap().unwrap();
         assert_eq!(run.steps.iter().map(|step| step.loss).collect::<Vec<_>>(), [1.0, 2.0, 30.0]);
         assert_eq!(run.footer, None, "the last session has not ended");
+    }
+
+    #[test]
+    fn changes_of_the_plan_are_kept_and_a_log_that_is_written_is_locked() {
+        let folder = tempfile::tempdir().unwrap();
+
+        assert!(goes_on(folder.path()).unwrap().is_some_and(|why| why.contains("not the folder of a run")));
+        let mut log = RunLog::begin(folder.path(), None, Value::Null).unwrap();
+        let moved = BTreeMap::from([("host to device".into(), 7)]);
+        let plans = [3, 9].map(|step| PlanRecord {
+            step,
+            reason: "measured".into(),
+            measured_s: (step == 3).then_some(0.25),
+            planned_bytes: moved.clone(),
+            ..PlanRecord::default()
+        });
+        plans.iter().try_for_each(|plan| log.plan(plan)).unwrap();
+        assert_eq!(goes_on(folder.path()).unwrap(), None);
+        drop(log);
+        assert!(goes_on(folder.path()).unwrap().is_some_and(|why| why.contains("no run goes on")));
+        assert_eq!(RunLog::read(folder.path()).unwrap().unwrap().plans, plans);
+        drop(RunLog::begin(folder.path(), Some(5), Value::Null).unwrap());
+        assert_eq!(RunLog::read(folder.path()).unwrap().unwrap().plans, plans[..1], "the other never happened");
     }
 
     #[test]

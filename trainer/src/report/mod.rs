@@ -79,6 +79,10 @@ pub fn summary(log: Option<&log::Run>, memory: Option<&MemoryReport>) -> String 
         let saves = counted(saves as u64, "checkpoints");
         let _ = writeln!(text, "{saves} written in {seconds:.2} s, for {held:.2} s of which the run waited");
     }
+    for plan in log.map_or(&[][..], |run| &run.plans) {
+        let log::PlanRecord { step, reason, before_s, after_s, .. } = plan;
+        let _ = writeln!(text, "Another plan after step {step} ({reason}): {before_s:.3} → {after_s:.3} s a step");
+    }
     let Some(memory) = memory else {
         return text;
     };

@@ -135,6 +135,11 @@ impl Progress {
         Progress { place: Place::Nowhere, rate: Rate::default(), total_steps, budgets: Budgets::default() }
     }
 
+    /// The run goes on by another plan or other budgets: the rate is taken anew, without the first steps.
+    pub fn go_on(&mut self, budgets: Budgets) {
+        (self.rate, self.budgets) = (Rate::default(), budgets);
+    }
+
     /// The rate so far.
     pub fn rate(&self) -> &Rate {
         &self.rate

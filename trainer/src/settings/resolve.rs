@@ -218,7 +218,6 @@ fn precision(raw: &Raw) -> Result<PrecisionSettings> {
 
 fn memory(raw: &Raw) -> Result<MemorySettings> {
     let plugin = plugin::find(&raw.values("plugin").concat())?;
-    let budget = |key| raw.parse(key, "auto, a size such as 80GiB or 512MB, or a share such as 50%,", Budget::parse);
     let fraction = |key| number(raw, key, "a number from 0 to 1", |x| (0.0..=1.0).contains(&x));
     if plugin.placement != Placement::Static {
         for key in ["shard_param_frac", "offload_param_frac", "offload_optim_frac"] {
@@ -255,10 +254,10 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
         plugin,
         shard_size,
         sync_each_batch: switch(raw, "sync_each_batch")?,
-        device: budget("device_memory")?,
-        host: budget("host_memory")?,
+        device: budget(raw, "device_memory")?,
+        host: budget(raw, "host_memory")?,
         nvme,
-        nvme_capacity: budget("nvme_capacity")?,
+        nvme_capacity: budget(raw, "nvme_capacity")?,
         nvme_endurance: raw.optional("nvme_endurance", "a number of TB above 0", |text| {
             text.parse().ok().filter(|tb: &f64| tb.is_finite() && *tb > 0.0)
         })?,
@@ -279,8 +278,20 @@ fn memory(raw: &Raw) -> Result<MemorySettings> {
             text => size(text).map(Some),
         })?,
         cpu_update,
+        replan: raw.parse("replan", "auto or off", |text| match (text, boolean(text)) {
+            ("auto", _) => Some(true),
+            (_, on) => on,
+        })?,
         warmup_steps: count(raw, "warmup_steps_memory", 1)?,
     })
+}
+
+/// A tier's budget.
+///
+/// # Errors
+/// [`Error::Usage`] if it is none.
+pub(crate) fn budget(raw: &Raw, key: &str) -> Result<Budget> {
+    raw.parse(key, "auto, a size such as 80GiB or 512MB, or a share such as 50%,", Budget::parse)
 }
 
 /// The share of updates for the host's cores, where the plugin leaves open who makes them.

@@ -125,6 +125,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     flag(MEMORY, "flash_attention", Some('a'), &["flash_attn", "attn_implementation"], Switch, "true", "Attention without the S×S matrix; sdpa and flash_attention_2 mean true, eager false"),
     flag(MEMORY, "prefetch", None, &[], Value, "auto", "Bytes fetched ahead, or auto"),
     flag(MEMORY, "cpu_update", None, &[], Value, "auto", "Share of the updates that the host's cores make, 0 to 1, or auto; the same bits either way"),
+    flag(MEMORY, "replan", None, &[], Value, "auto", "Plan once more by what the first steps measured, and change over where that saves more than it takes: auto or off"),
     flag(MEMORY, "warmup_steps_memory", None, &[], Value, "1", "Updates that the memory collector records"),
     flag(MEMORY, "fsdp", None, &[], List, "", "Hugging Face's words, e.g. \"full_shard auto_wrap\", in place of --plugin"),
     flag(MEMORY, "fsdp_config", None, &[], Value, "", "FSDP's JSON, beside --fsdp"),

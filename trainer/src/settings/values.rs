@@ -38,7 +38,7 @@ pub enum Budget {
 
 impl Budget {
     /// Parses `auto`, `12%`, `80GiB`, `512 MB`, `1000000`.
-    pub(super) fn parse(text: &str) -> Option<Budget> {
+    pub(crate) fn parse(text: &str) -> Option<Budget> {
         let text = text.trim();
         if text.eq_ignore_ascii_case("auto") {
             return Some(Budget::Auto);
