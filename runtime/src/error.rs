@@ -41,7 +41,7 @@ const fn advice(tier: Tier) -> &'static str {
         Tier::Device => {
             "raise --device_memory, lower --batch_size, --gradient_accumulation_steps or --max_length, or choose --recompute full"
         }
-        Tier::Host => "raise --host_memory, or give a disk with --nvme DIR --nvme_capacity BYTES",
+        Tier::Host => "raise --host_memory, or --nvme_capacity of a disk: --nvme DIR",
         Tier::Nvme => "raise --nvme_capacity or choose a folder on a larger disk",
     }
 }

@@ -16,6 +16,7 @@ use castor_kernels::Tier;
 use castor_runtime::Bytes;
 use castor_runtime::plan::{Plan, Rehearse};
 use castor_runtime::policy::{AutoPolicy, DevicePolicy, HostPolicy, PlacementPolicy, StaticPolicy};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 /// Sizes of the window to try, the usual one first; see [`AutoPolicy::window`].
 const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
@@ -24,9 +25,19 @@ const WINDOWS: [f64; 3] = [AutoPolicy::WINDOW, 1.5, 1.1];
 /// way to what is wanted sooner, and come again.
 const PARTS: [f64; 2] = [0.5, 0.25];
 
-/// Shares of the updates to try on the host's cores, from those that hide best: while the link brings states for the
-/// device, these cores update others where they lie.
-const ON_HOST: [f64; 6] = [1.0 / 16.0, 1.0 / 8.0, 3.0 / 16.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.0];
+/// Shares of the updates to try on the host's cores: while the link brings states for the device, these cores update
+/// others where they lie.
+const ON_HOST: [f64; 5] = [1.0 / 16.0, 1.0 / 8.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.0];
+
+/// The most of them with those beside.
+const MOST_ON_HOST: f64 = 9.0 / 16.0;
+
+/// How far beside the best of these to look for a better one, farthest first.
+const BESIDE: [f64; 3] = [1.0 / 16.0, 1.0 / 32.0, 1.0 / 64.0];
+
+/// Ways that are compared at once, in as many threads as there are; as many on every machine, for where the search ends
+/// depends on it (L7).
+const AT_ONCE: usize = 8;
 
 /// A way of running.
 #[derive(Clone)]
@@ -43,14 +54,6 @@ impl Way {
         let (backend, rates, budgets) = (&*hardware.backend, &hardware.rates, hardware.budgets.clone());
         let policy = policy(settings, self.window);
         Ok(self.blueprint.plan(backend, rates, &*policy, budgets, self.prefetch, length)?)
-    }
-
-    /// The same with this share of the updates on the host.
-    fn updating_on_host(&self, share: f64, hardware: &Hardware, world: u32) -> Way {
-        let options = self.blueprint.options().clone();
-        let groups = self.blueprint.groups().count();
-        let options = Options { updates_on_host: on_host(share, groups), ..options };
-        Way { blueprint: Blueprint::for_world(options, &*hardware.backend, world), ..self.clone() }
     }
 
     /// Seconds of a step's arithmetic: no plan is faster.
@@ -139,16 +142,13 @@ pub fn plan_saving(
 
 /// Seconds of a step that no way of running undercuts.
 pub fn floor_s(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> f64 {
-    let Some((floor_s, way)) = ways(settings, options, hardware, world).into_iter().next() else { return 0.0 };
-    if !shares_updates(settings, options, hardware, world) {
-        return floor_s;
-    }
-    let sharing = ON_HOST.map(|share| way.updating_on_host(share, hardware, world).floor_s(hardware));
-    sharing.into_iter().fold(floor_s, f64::min)
+    let fixed = settings.memory.cpu_update.unwrap_or(0.0);
+    let most = if shares_updates(settings, options, hardware, world) { MOST_ON_HOST } else { fixed };
+    ways(settings, options, most, hardware, world).first().map_or(0.0, |(floor_s, _)| *floor_s)
 }
 
 /// How many of the groups a share is: at least one of any.
-fn on_host(share: f64, groups: u64) -> u64 {
+fn groups_of(share: f64, groups: u64) -> u64 {
     ((share * groups as f64).round() as u64).max(u64::from(share > 0.0))
 }
 
@@ -158,14 +158,15 @@ fn shares_updates(settings: &Settings, options: &Options, hardware: &Hardware, w
     open && hardware.rates.host_updates.is_some() && options.may_update_on_host(world.into())
 }
 
-/// The ways that the settings leave open, each with [`Way::floor_s`]: the fewest operations first.
-fn ways(settings: &Settings, options: &Options, hardware: &Hardware, world: u32) -> Vec<(f64, Way)> {
-    let groups = options.config.num_hidden_layers + 2;
-    let updates_on_host = on_host(settings.memory.cpu_update.unwrap_or(0.0), groups);
+/// The ways that the settings leave open with this share of the updates on the host, each with [`Way::floor_s`]: the
+/// fewest operations first.
+fn ways(settings: &Settings, options: &Options, on_host: f64, hardware: &Hardware, world: u32) -> Vec<(f64, Way)> {
+    let (recompute, blocks) = (settings.memory.recompute, options.config.num_hidden_layers);
+    let updates_on_host = groups_of(on_host, blocks + 2);
     let mut ways: Vec<(f64, Way)> = Vec::new();
     for round in rounds(options, world) {
-        for keep in levels(settings.memory.recompute, options.config.num_hidden_layers as usize) {
-            for first_keep in first_levels(settings.memory.recompute, &keep, round < options.micro_batches) {
+        for keep in levels(recompute, blocks as usize) {
+            for first_keep in first_levels(recompute, &keep, round < options.micro_batches) {
                 let options = Options { round, keep: keep.clone(), first_keep, updates_on_host, ..options.clone() };
                 let blueprint = Blueprint::for_world(options, &*hardware.backend, world);
                 let way = Way { blueprint, window: WINDOWS[0], prefetch: settings.memory.prefetch };
@@ -178,54 +179,13 @@ fn ways(settings: &Settings, options: &Options, hardware: &Hardware, world: u32)
 }
 
 fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) -> Result<(Way, Plan)> {
-    let ways = ways(settings, &options, hardware, world);
-    let compare = |way: Way| {
-        let plan = way.plan(settings, hardware, Rehearse::ToCompare)?;
-        let step_s = Estimate::of(&plan).time.step_s;
-        Ok(Fitting { step_s, window_bytes: plan.placement.window_bytes, way })
-    };
-    let (mut fitting, mut refused, mut refusal): (Vec<Fitting>, Vec<Way>, _) = (Vec::new(), Vec::new(), None);
-    for (floor_s, way) in ways {
-        // No plan to come can be faster than the best.
-        if fitting.iter().any(|fitting| fitting.step_s <= floor_s * 1.001) {
-            break;
-        }
-        match compare(way.clone()) {
-            Ok(fits) => fitting.push(fits),
-            // The last refusal is that of the plan that computes most again, and so takes the least memory.
-            Err(error @ Error::DoesNotFit(_)) => {
-                refusal = Some(error);
-                refused.push(way);
-            }
-            Err(other) => return Err(other),
-        }
-    }
-    let sort = |fitting: &mut Vec<Fitting>| fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-    sort(&mut fitting);
-    let waits = |fitting: &&Fitting| fitting.step_s > 1.005 * fitting.way.floor_s(hardware);
-    // A smaller window leaves more room for homes; the best are tried with that too, and where nothing has room beside
-    // the usual one, everything.
-    if matches!(settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
-        let best = fitting.iter().take(3).filter(waits).map(|best| best.way.clone()).collect();
-        let again = if fitting.is_empty() { refused } else { best };
-        let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
-        fitting.extend(again.into_iter().flat_map(smaller).filter_map(|way| compare(way).ok()));
-        sort(&mut fitting);
-    }
-    if let (None, Some(best)) = (settings.memory.prefetch, fitting.first().filter(waits)) {
-        let part = |part: &f64| Some((part * best.window_bytes as f64) as u64);
-        let nearer: Vec<Way> = PARTS.iter().map(|bytes| Way { prefetch: part(bytes), ..best.way.clone() }).collect();
-        fitting.extend(nearer.into_iter().filter_map(|way| compare(way).ok()));
-        sort(&mut fitting);
-    }
+    let mut search = Search { settings, hardware, world, fitting: Vec::new(), least_s: 0.0, refusal: None };
+    search.ways(&options, settings.memory.cpu_update.unwrap_or(0.0))?;
     if shares_updates(settings, &options, hardware, world) {
-        let best: Vec<Way> = fitting.iter().take(2).filter(waits).map(|best| best.way.clone()).collect();
-        for (way, share) in best.iter().flat_map(|way| ON_HOST.map(|share| (way, share))) {
-            fitting.extend(compare(way.updating_on_host(share, hardware, world)));
-        }
-        sort(&mut fitting);
+        search.shares(&options)?;
     }
     // A longer rehearsal can find a window too full of holes that a short one found good.
+    let Search { fitting, mut refusal, .. } = search;
     for Fitting { way, .. } in fitting {
         match way.plan(settings, hardware, Rehearse::ToRun) {
             Ok(plan) => return Ok((way, plan)),
@@ -237,6 +197,115 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
         Some(Error::DoesNotFit(reason)) => Error::DoesNotFit(format!("{reason}{}", way_out(&options, world))),
         other => other.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())),
     })
+}
+
+/// The ways that were compared.
+struct Search<'a> {
+    settings: &'a Settings,
+    hardware: &'a Hardware,
+    world: u32,
+    /// Those that fit, the fastest first.
+    fitting: Vec<Fitting>,
+    /// Seconds of arithmetic of the way that computes nothing again.
+    least_s: f64,
+    /// Why one did not fit: the last of those that compute most again, and so take the least memory.
+    refusal: Option<Error>,
+}
+
+impl Search<'_> {
+    /// What each way would take, in order.
+    fn compare(&self, ways: Vec<Way>) -> Vec<(Way, Result<Fitting>)> {
+        let compare = |way: Way| {
+            let plan = way.plan(self.settings, self.hardware, Rehearse::ToCompare);
+            let fitting = plan.map(|plan| Fitting {
+                step_s: Estimate::of(&plan).time.step_s,
+                window_bytes: plan.placement.window_bytes,
+                way: way.clone(),
+            });
+            (way, fitting)
+        };
+        ways.into_par_iter().map(compare).collect()
+    }
+
+    /// Those of these that fit.
+    fn those_that_fit(&self, ways: Vec<Way>) -> impl Iterator<Item = Fitting> + use<> {
+        self.compare(ways).into_iter().filter_map(|(_, fits)| fits.ok())
+    }
+
+    /// Whether arithmetic waits for moves.
+    fn waits(&self, fitting: &Fitting) -> bool {
+        fitting.step_s > 1.005 * fitting.way.floor_s(self.hardware)
+    }
+
+    /// Rounds, recompute levels, windows and prefetch, with this share of the updates on the host.
+    fn ways(&mut self, options: &Options, on_host: f64) -> Result<()> {
+        let ways = ways(self.settings, options, on_host, self.hardware, self.world);
+        self.least_s = ways.first().map_or(0.0, |(floor_s, _)| *floor_s);
+        let (mut found, mut refused): (Vec<Fitting>, Vec<Way>) = (Vec::new(), Vec::new());
+        // No plan to come can be faster than the best. Where everything fits that is the first.
+        let (first, others) = ways.split_at(1.min(ways.len()));
+        for ways in std::iter::once(first).chain(others.chunks(AT_ONCE)).filter(|ways| !ways.is_empty()) {
+            let hopeless = |fitting: &Fitting| fitting.step_s <= ways[0].0 * 1.001;
+            if self.fitting.iter().chain(&found).any(hopeless) {
+                break;
+            }
+            for (way, fits) in self.compare(ways.iter().map(|(_, way)| way.clone()).collect()) {
+                match fits {
+                    Ok(fits) => found.push(fits),
+                    Err(error @ Error::DoesNotFit(_)) => {
+                        self.refusal = Some(error);
+                        refused.push(way);
+                    }
+                    Err(other) => return Err(other),
+                }
+            }
+        }
+        found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        // A smaller window leaves more room for homes; the best are tried with that too, and where nothing has room
+        // beside the usual one, everything.
+        if matches!(self.settings.memory.plugin.placement, Placement::DeviceFirst | Placement::Auto) {
+            let best = found.iter().take(3).filter(|best| self.waits(best)).map(|best| best.way.clone()).collect();
+            let again = if found.is_empty() { refused } else { best };
+            let smaller = |way: Way| WINDOWS[1..].iter().map(move |&window| Way { window, ..way.clone() });
+            found.extend(self.those_that_fit(again.into_iter().flat_map(smaller).collect()));
+        }
+        // And prefetch that runs less far ahead.
+        found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        if let (None, Some(best)) = (self.settings.memory.prefetch, found.first().filter(|best| self.waits(best))) {
+            let part = |part: &f64| Some((part * best.window_bytes as f64) as u64);
+            let nearer: Vec<Way> =
+                PARTS.iter().map(|bytes| Way { prefetch: part(bytes), ..best.way.clone() }).collect();
+            found.extend(self.those_that_fit(nearer));
+        }
+        self.fitting.extend(found);
+        self.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        Ok(())
+    }
+
+    /// Shares of the updates for the host's cores, as long as anything moves and the step takes longer for it.
+    fn shares(&mut self, options: &Options) -> Result<()> {
+        let groups = options.config.num_hidden_layers + 2;
+        let mut tried = vec![0];
+        let mut next = ON_HOST.to_vec();
+        for beside in BESIDE.map(Some).into_iter().chain([None]) {
+            for share in next {
+                let count = groups_of(share, groups);
+                let moves = |best: &Fitting| best.window_bytes > 0 && best.step_s > 1.005 * self.least_s;
+                if !self.fitting.first().is_some_and(moves) {
+                    return Ok(());
+                }
+                if count <= groups && !tried.contains(&count) {
+                    tried.push(count);
+                    self.ways(options, share)?;
+                }
+            }
+            let best = self.fitting.first().map_or(0, |best| best.way.blueprint.options().updates_on_host);
+            let (Some(beside), 1..) = (beside, best) else { break };
+            let best = best as f64 / groups as f64;
+            next = vec![best - beside, best + beside];
+        }
+        Ok(())
+    }
 }
 
 /// What else to try where all micro-batches had to go together for the sake of gradients that are split over ranks.

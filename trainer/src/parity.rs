@@ -45,7 +45,7 @@ pub fn main(
     let said = session::load(settings, &mut engine)?;
     let report = run(&mut engine, &batch, expect, out, tolerance)?;
     if world.rank == 0 {
-        for notice in notices.iter().chain(&hardware.notices).chain(&said) {
+        for notice in settings.notices.iter().chain(&notices).chain(&hardware.notices).chain(&said) {
             eprintln!("castor: {notice}");
         }
         print!("{report}");

@@ -12,7 +12,7 @@ use crate::engine::{self, Engine};
 use crate::error::{Error, Result};
 use crate::inputs::MicroBatch;
 use crate::rendezvous::World;
-use crate::report::log::RunLog;
+use crate::report::log::recorded_tokenizer;
 use crate::session::{self, Hardware};
 use crate::settings::Settings;
 use crate::source::TensorSource;
@@ -143,17 +143,15 @@ struct Found {
 
 fn find(path: &Path) -> Result<Found> {
     let holds = |folder: &Path| folder.join("tokenizer.json").is_file().then(|| folder.display().to_string());
-    // What the log of the run says that `folder` is of.
-    let recorded = |folder: &Path| {
-        let run = RunLog::read(folder.canonicalize().ok()?.parent()?).ok()??;
-        run.tokenizer().filter(|name| *name == "bytes" || Path::new(name).exists()).map(str::to_owned)
-    };
     if path.is_file() || weights::is_folder_of_weights(path) {
         let (config, mut notices) = weights::shape(path)?;
         let (source, said) = weights::open(path, &config)?;
         notices.extend(said);
-        let tokenizer =
-            if path.is_file() { Some(path.display().to_string()) } else { holds(path).or_else(|| recorded(path)) };
+        let tokenizer = if path.is_file() {
+            Some(path.display().to_string())
+        } else {
+            holds(path).or_else(|| recorded_tokenizer(path))
+        };
         return Ok(Found { config, source, tokenizer, notices });
     }
     if !path.is_dir() {
@@ -173,7 +171,7 @@ fn find(path: &Path) -> Result<Found> {
     let (config, source) = checkpoint::stored(&checkpoint)?;
     // The final model of the run, where there is one, has the tokenizer.
     let run = checkpoint.folder().parent().unwrap_or(path).join("model");
-    let tokenizer = holds(&run).or_else(|| recorded(checkpoint.folder()));
+    let tokenizer = holds(&run).or_else(|| recorded_tokenizer(checkpoint.folder()));
     Ok(Found { config, source, tokenizer, notices })
 }
 

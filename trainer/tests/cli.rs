@@ -146,6 +146,8 @@ fn parity_with_wrong_files() {
     let parity = |flags: &str| format!("{PARITY} {flags}");
     let (_, err) = folder.accepts(&parity("--batch batch.safetensors --out result.safetensors"));
     assert_eq!(err, "", "there is nothing to notice");
+    let (_, err) = folder.accepts(&parity("--batch batch.safetensors --sophia_rho 0.1"));
+    assert!(err.contains("--sophia_rho 0.1 is accepted and changes nothing"), "{err}");
     let (out, _) =
         folder.accepts(&parity("--batch batch.safetensors --expect result.safetensors --tolerance 0 --clip lagged"));
     assert!(out.contains("loss") && out.contains("compared  24 of 24 tensors\n"), "{out}");

@@ -29,6 +29,12 @@ fn a_shape_with_a_digit_too_many() {
         shape.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 100000"),
     )
     .unwrap();
+    std::fs::write(folder.join("vast.json"), shape.replace("\"vocab_size\": 259", "\"vocab_size\": 1e30")).unwrap();
+    let said = refuses(folder, "plan --config vast.json --backend cpu");
+    assert!(
+        said.contains("vocab_size is 1e+30; a whole number from 1 to") && said.contains("correct the file"),
+        "{said}"
+    );
     for words in ["plan --config deep.json --backend cpu", "train --config deep.json --data text.txt --backend cpu"] {
         let said = refuses(folder, words);
         assert!(said.contains("deep.json: num_hidden_layers is 100000; a whole number from 1 to 1024"), "{said}");
@@ -48,6 +54,9 @@ fn flags_of_another_command() {
     assert!(said.contains("did you mean --out?"), "{said}");
     let said = refuses(folder, "data pack a --tokenizer bytes --lr 1");
     assert!(said.contains("`castor data pack --help`"), "{said}");
+    // The same words in another order are nearer than a part of them.
+    let said = refuses(folder, &format!("{TRAIN} --clip_grad 1"));
+    assert!(said.contains("did you mean --grad_clip?"), "{said}");
 }
 
 #[test]
@@ -75,12 +84,20 @@ fn values_out_of_range_say_the_range() {
         ("--lr 1e40", "--lr is 1e40; a number above 0 that fits 32 bits"),
         ("--data /dev/null", "--data /dev/null: it is neither a regular file nor a folder"),
         ("--nvme /proc", "--nvme /proc: no file can be made in it"),
+        // The losses of the next step would be scaled to nothing by it.
+        ("--grad_clip 1e-45 --clip lagged", "--grad_clip is 1e-45; 0 (off) or a number from 1e-12"),
         ("--growth_interval 4294967296", "--growth_interval is 4294967296; a whole number from 1 to 4294967295"),
     ] {
         let train = if flags.starts_with("--data") { TRAIN.replace("--data text.txt ", "") } else { TRAIN.into() };
         let said = refuses(folder, &format!("{train} {flags}"));
         assert!(said.contains(says), "{flags}: {said}");
     }
+    let named = output(folder, &format!("{TRAIN} --tokenizer"), Some(""));
+    let said = String::from_utf8_lossy(&named.stderr).into_owned();
+    assert!(
+        named.status.code() == Some(2) && said.contains("--tokenizer names nothing; give a tokenizer.json"),
+        "{said}"
+    );
     let said = last_line(folder, &format!("{TRAIN} --device_memory 4KiB"), 3);
     assert!(said.contains("the budget of 4096 bytes is short by"), "{said}");
 }
@@ -96,6 +113,29 @@ fn a_snapshot_that_does_not_fit() {
     assert!(said.contains("--async_save off takes no snapshot"), "{said}");
     let without = last_line(folder, &format!("{TRAIN} --device_memory 100KiB --save_steps 2"), 3);
     assert!(!without.contains("async_save"), "{without}");
+}
+
+/// Where a disk is given, it may be that which is too small.
+#[test]
+fn a_disk_that_does_not_hold_what_the_host_cannot() {
+    let folder = folder_with_text();
+    let flags = "--plugin gemini_auto --device_memory 600KiB --host_memory 100KiB --nvme . --nvme_capacity 4KiB";
+    let said = last_line(folder.path(), &format!("{TRAIN} {flags}"), 3);
+    assert!(said.contains("host memory: the budget of") && said.contains("or --nvme_capacity of a disk"), "{said}");
+}
+
+/// The final model of a run on bytes has no tokenizer; the run's log says what it was trained with.
+#[test]
+fn a_model_of_a_run_on_bytes_goes_on_with_them() {
+    let folder = folder_with_text();
+    let folder = folder.path();
+    accepts(folder, TRAIN, None);
+    let on = TRAIN.replace("--config model.json", "--model out/model").replace("--output_dir out", "--output_dir on");
+    accepts(folder, &on, None);
+    accepts(folder, &on.replace("out/model", "on/model").replace("--output_dir on", "--output_dir further"), None);
+    std::fs::rename(folder.join("out/model"), folder.join("alone")).unwrap();
+    let said = refuses(folder, &on.replace("out/model", "alone"));
+    assert!(said.contains("--tokenizer alone: alone/tokenizer.json is not there"), "{said}");
 }
 
 /// Flags that nothing reads are accepted with a line, or refused where one can only be a mistake.

@@ -16,7 +16,7 @@ mod moves;
 mod prefetch;
 mod sums;
 
-use crate::chunk::Chunk;
+use crate::chunk::{Chunk, WorkingCopy};
 use crate::clock::Times;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
@@ -59,6 +59,8 @@ pub struct StatefulTensorMgr {
     chunks: Vec<Option<Chunk>>,
     fixed: Vec<(Tier, Category, Span)>,
     window: Region,
+    /// The chunks with a working copy, in order: few of many, which are looked through whenever room is made.
+    copies: Vec<ChunkId>,
     staging: Region,
     /// Bytes of activations in use, without what is lent of their span.
     activations: u64,
@@ -162,6 +164,7 @@ impl StatefulTensorMgr {
         }
         let counter = |(link, _)| metrics::counter!("castor_moved_bytes_total", "link" => link);
         let moved = (backend.device().backend != "dry").then(|| Traffic::default().links().map(counter));
+        let copies = Vec::with_capacity(chunks.len());
         let mut manager = StatefulTensorMgr {
             transfer,
             backend,
@@ -170,6 +173,7 @@ impl StatefulTensorMgr {
             chunks,
             fixed,
             window: Region::new(window, GRANULE),
+            copies,
             staging: Region::new(staging, FILE_GRANULE),
             activations: 0,
             sums: Vec::new(),
@@ -297,10 +301,9 @@ impl StatefulTensorMgr {
 
     /// Everything that future decisions depend on: places and next uses of the working copies, holes of the window.
     pub fn signature(&self) -> Signature {
-        let copies = self.chunks.iter().flatten().filter_map(|chunk| {
-            let copy = chunk.copy()?;
-            Some((chunk.id(), copy.span.offset, copy.whole, copy.due.saturating_sub(self.clock)))
-        });
+        let copies = self
+            .copies()
+            .map(|(chunk, copy)| (chunk.id(), copy.span.offset, copy.whole, copy.due.saturating_sub(self.clock)));
         Signature { copies: copies.collect(), lent: self.window.lent(), holes: self.window.signature() }
     }
 
@@ -329,15 +332,19 @@ impl StatefulTensorMgr {
 
     /// Drops all idle copies: they are clean (L5).
     fn empty_window(&mut self) {
-        for index in 0..self.chunks.len() {
-            if let Some(chunk) = &self.chunks[index]
-                && chunk.idle_copy().is_some()
-            {
-                let id = chunk.id();
-                self.drop_copy(id);
+        self.drop_idle(|_, _| true);
+        self.warm_passes = 0;
+    }
+
+    /// Drops those idle copies that are `meant`, in the order of chunks.
+    fn drop_idle(&mut self, meant: impl Fn(&Region, &WorkingCopy) -> bool) {
+        let mut at = 0;
+        while let Some(&chunk) = self.copies.get(at) {
+            match self.chunk(chunk).idle_copy().is_some_and(|copy| meant(&self.window, copy)) {
+                true => self.drop_copy(chunk),
+                false => at += 1,
             }
         }
-        self.warm_passes = 0;
     }
 
     /// Starts the next tick. Prefetch runs ahead. What `activations` leave spare is lent to the window for as long as,
@@ -400,6 +407,14 @@ impl StatefulTensorMgr {
         self.chunks[chunk.index()].as_ref().unwrap_or_else(|| panic!("{chunk:?} does not exist in these formats"))
     }
 
+    /// All working copies, leased or idle.
+    fn copies(&self) -> impl Iterator<Item = (&Chunk, &WorkingCopy)> {
+        self.copies.iter().map(|&id| {
+            let chunk = self.chunk(id);
+            (chunk, chunk.copy().expect("chunks in the list have a working copy"))
+        })
+    }
+
     fn chunk_mut(&mut self, chunk: ChunkId) -> &mut Chunk {
         self.chunks[chunk.index()].as_mut().unwrap_or_else(|| panic!("{chunk:?} does not exist in these formats"))
     }
@@ -417,13 +432,7 @@ impl StatefulTensorMgr {
     fn note_regions(&mut self) {
         debug_assert_eq!(
             self.window.used(),
-            self.chunks
-                .iter()
-                .flatten()
-                .filter_map(|c| c.copy())
-                .map(|c| self.window.rounded(c.span.bytes))
-                .sum::<u64>()
-                + self.place_bytes(),
+            self.copies().map(|(_, copy)| self.window.rounded(copy.span.bytes)).sum::<u64>() + self.place_bytes(),
             "L1: the window holds exactly the working copies and the places of sums"
         );
         let lent = self.window.lent_used();

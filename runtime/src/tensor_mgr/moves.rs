@@ -53,6 +53,7 @@ impl StatefulTensorMgr {
 
     pub(super) fn drop_copy(&mut self, chunk: ChunkId) {
         let copy = self.chunk_mut(chunk).drop_copy();
+        self.copies.retain(|copied| *copied != chunk);
         self.window.give(copy.span, copy.ready.and(copy.used));
     }
 
@@ -81,6 +82,9 @@ impl StatefulTensorMgr {
             self.window.give(shard.span, shard.ready.and(shard.used).and(ready));
         }
         self.chunk_mut(chunk).fetch(WorkingCopy { span, whole, ready, used: Fence::OPEN, due });
+        if let Err(at) = self.copies.binary_search(&chunk) {
+            self.copies.insert(at, chunk);
+        }
         self.note_regions();
         Ok(true)
     }

@@ -101,16 +101,7 @@ impl StatefulTensorMgr {
             self.window.lend(bytes, computed);
         } else if bytes < self.window.lent() {
             let end = self.window.own_end() + bytes;
-            for index in 0..self.chunks.len() {
-                if let Some(chunk) = &self.chunks[index]
-                    && chunk
-                        .idle_copy()
-                        .is_some_and(|copy| copy.span.offset + self.window.rounded(copy.span.bytes) > end)
-                {
-                    let id = chunk.id();
-                    self.drop_copy(id);
-                }
-            }
+            self.drop_idle(|window, copy| copy.span.offset + window.rounded(copy.span.bytes) > end);
             let free = self.window.withdraw(bytes);
             self.transfer.wait(Stream::Compute, free);
         }
@@ -150,10 +141,9 @@ impl StatefulTensorMgr {
                 return Some(room);
             }
             let victim = self
-                .chunks
-                .iter()
-                .flatten()
-                .filter_map(|chunk| Some((chunk.id(), chunk.idle_copy().filter(|copy| copy.span.offset < end)?)))
+                .copies()
+                .filter(|(chunk, copy)| chunk.idle_copy().is_some() && copy.span.offset < end)
+                .map(|(chunk, copy)| (chunk.id(), copy))
                 // A copy that was due in the past was fetched for ticks that never came.
                 .map(|(chunk, copy)| (chunk, copy, if copy.due < self.clock { u64::MAX } else { copy.due }))
                 .filter(|(_, _, due)| before.is_none_or(|before| *due > before))

@@ -255,7 +255,10 @@ impl<'a> Fields<'a> {
                  have: correct the file",
                 self.inside
             )),
-            _ => Err(format!("{}{key} is {value}; a whole number from 1 to {most} was expected", self.inside)),
+            _ => Err(format!(
+                "{}{key} is {value}; a whole number from 1 to {most} was expected: correct the file",
+                self.inside
+            )),
         }
     }
 

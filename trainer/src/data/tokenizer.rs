@@ -61,6 +61,11 @@ impl Tokenizer {
         if name == "bytes" {
             return Ok(Tokenizer::bytes());
         }
+        if name.is_empty() {
+            return Err(Error::Usage(
+                "--tokenizer names nothing; give a tokenizer.json, its folder, a GGUF file, or `bytes`".into(),
+            ));
+        }
         let mut path = PathBuf::from(name);
         if is_gguf(&path) {
             let files = gguf_tokenizer::files(&path)?;

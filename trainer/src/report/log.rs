@@ -170,8 +170,12 @@ impl RunLog {
     }
 
     fn line(&mut self, line: &Line) -> Result<()> {
-        let failed =
-            |reason: String| Error::Failed(format!("{}: a line cannot be written: {reason}", self.path.display()));
+        let failed = |reason: String| {
+            Error::Failed(format!(
+                "{}: a line cannot be written: {reason}; make room there, or give --output_dir a folder on another disk",
+                self.path.display()
+            ))
+        };
         let mut text = serde_json::to_vec(line).map_err(|error| failed(error.to_string()))?;
         text.push(b'\n');
         self.file.write_all(&text).map_err(|error| failed(error.to_string()))
@@ -281,6 +285,13 @@ pub struct Run {
     pub plans: Vec<PlanRecord>,
     /// The last session's end; none if it never got there.
     pub footer: Option<Value>,
+}
+
+/// The tokenizer that the log beside `folder` says its run had, `bytes` or a path that is there: of a run's model or
+/// checkpoint.
+pub fn recorded_tokenizer(folder: &Path) -> Option<String> {
+    let run = RunLog::read(folder.canonicalize().ok()?.parent()?).ok()??;
+    run.tokenizer().filter(|name| *name == "bytes" || Path::new(name).exists()).map(str::to_owned)
 }
 
 impl Run {
@@ -467,5 +478,13 @@ mod tests {
             read("all_results.json"),
             "{\n    \"epoch\": 2.0,\n    \"eval_loss\": 2.5,\n    \"train_loss\": 4.0\n}\n"
         );
+    }
+    #[test]
+    fn a_full_disk_is_named_with_the_way_out() {
+        let path = PathBuf::from("/dev/full");
+        let mut log = RunLog { file: OpenOptions::new().write(true).open(&path).unwrap(), path };
+        let said = log.step(&record(1, 1.0)).unwrap_err().to_string();
+        assert!(said.contains("/dev/full: a line cannot be written: No space left"), "{said}");
+        assert!(said.contains("make room there, or give --output_dir a folder on another disk"), "{said}");
     }
 }

@@ -3,11 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::Path;
 
 use super::table::{self, FLAGS, Kind, SHORTHANDS};
 use super::values::boolean;
 use super::{deepspeed, fsdp, nearest, strategies};
 use crate::error::{Error, Result};
+use crate::report::log::recorded_tokenizer;
 
 /// Where a value came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -199,8 +201,7 @@ impl Raw {
             "data_seed" => of("seed"),
             "min_lr_ratio" if of("lr_convention") == "colossalai" => "0.1".into(),
             "min_lr_ratio" => "0".into(),
-            // A model folder brings its tokenizer.
-            "tokenizer" => self.values("model").pop().unwrap_or_else(|| "bytes".into()),
+            "tokenizer" => self.values("model").pop().map_or_else(|| "bytes".into(), of_model),
             key => table::default(key).into(),
         }
     }
@@ -282,4 +283,12 @@ fn scalar(value: &toml::Value) -> Option<String> {
         toml::Value::Boolean(value) => Some(value.to_string()),
         _ => None,
     }
+}
+
+/// The tokenizer of a model: what its folder or file brings, or what the run that left it had.
+fn of_model(model: String) -> String {
+    let path = Path::new(&model);
+    let brings = ["tokenizer.json", "tokenizer.model"].iter().any(|file| path.join(file).exists());
+    let recorded = if brings || !path.is_dir() { None } else { recorded_tokenizer(path) };
+    recorded.unwrap_or(model)
 }

@@ -119,7 +119,8 @@ fn optimizer(raw: &Raw) -> Result<OptimizerSettings> {
     if let Some(beta2) = raw.optional("adam_beta2", "a number in [0, 1)", beta)? {
         betas.1 = beta2;
     }
-    let clip = single(raw, "grad_clip", "0 (off) or a number above it", |x| x >= 0.0)?;
+    // By one that is much smaller, losses that are scaled to it would vanish.
+    let clip = single(raw, "grad_clip", "0 (off) or a number from 1e-12", |x| x == 0.0 || x >= 1e-12)?;
     Ok(OptimizerSettings {
         kind,
         weight_decay: single(raw, "weight_decay", "a number of at least 0", |x| x >= 0.0)?,

@@ -3,11 +3,20 @@
 /// Similarity of two names, 1 of equal ones, from which one is suggested for the other.
 const NEAR: f64 = 0.7;
 
-/// The candidate that was probably meant, if one is near.
+/// The candidate that was probably meant, if one is near: first of all one of the same words in another order.
 pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let words = |name: &str| {
+        let mut words: Vec<String> = name.split('_').map(str::to_owned).collect();
+        words.sort();
+        words
+    };
+    let asked = words(name);
     candidates
         .into_iter()
         .map(|candidate| {
+            if words(candidate) == asked {
+                return (1.0, candidate);
+            }
             let edits = strsim::normalized_damerau_levenshtein(name, candidate);
             (edits.max(strsim::jaro_winkler(name, candidate) - 0.1), candidate)
         })
