@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One GPU, issue "planner": everything off the GPU against everything on it, and models beyond it, each with the time
 # that the plan predicts by rates measured in this run.
-# Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b sweep cpu 30b article manual lagged; logs go to $OUT.
+# Usage: beyond.sh CARRIED, a folder with castor and peers; PARTS chooses from bits hidden small free 13b sweep cpu replan 30b article manual lagged; logs go to $OUT.
 set -u
 PARTS=${PARTS:-bits hidden small free 13b 30b}
 carried=$1 castor=$1/castor out=${OUT:-/tmp/out}
@@ -37,6 +37,21 @@ if part cpu; then
     LIMIT=40 train "cpu_update_$share" --backend cuda --config configs/castor-1.3b.json --mixed_precision bf16 --batch_size 8 --gradient_accumulation_steps 2 --max_steps 8 --device_memory 16GiB --cpu_update $share
   done
   for share in ${SHARES:-0.12}; do LIMIT=120 train "13b_cpu_update_$share" $thirteen --batch_size 4 --gradient_accumulation_steps 8 --max_steps 4 --cpu_update $share; done
+fi
+if part replan; then
+  small="train --backend cuda --config configs/smollm2-135m.json --data /tmp/random.bin --eval_fraction 0 --lr 1e-4 --no_save_model --mixed_precision bf16 --max_length 2048 --batch_size 8"
+  BUDGET=3GiB replanned lowered $small --max_steps 150 --device_memory 8GiB
+  # By rates that are a hundredth of the link's, then by those that the first steps show.
+  mkdir -p /tmp/slow/castor
+  python3 - "${XDG_CACHE_HOME:-$HOME/.cache}/castor/rates.json" <<'P'
+import json, sys
+rates = json.load(open(sys.argv[1]))
+for place in rates['places'].values():
+    for name in place['rates']:
+        if 'host' in name: place['rates'][name]['value'] /= 100
+json.dump(rates, open('/tmp/slow/castor/rates.json', 'w'))
+P
+  XDG_CACHE_HOME=/tmp/slow replanned measured $small --max_steps 400 --device_memory 3GiB
 fi
 if part 30b; then
   LIMIT=${LONG:-330} train 30b_8bit --backend cuda --config configs/castor-30b.json --mixed_precision bf16 --batch_size 2 --gradient_accumulation_steps 32 --max_steps 3 --optimizer_states 8bit --no_deterministic \

@@ -1,4 +1,5 @@
-# Shared by the scripts here: a file of random tokens, and one training run with a line of its results.
+# Shared by the scripts here: a file of random tokens, one training run with a line of its results, and one whose plan
+# changes while it goes on.
 # Expects $castor and $out, and $PARTS where there are parts.
 summary=$out/summary.txt
 say() { echo "$*" | tee -a "$summary"; }
@@ -36,4 +37,21 @@ except Exception as e:
     print('   no log:', e)
 P
   cat "$out/train_$name.txt" >>"$out/train.txt"; rm -f "$out/train_$name.txt"
+}
+
+# A run whose device budget becomes $BUDGET while it goes on, beside the same run left alone: the same losses.
+replanned() { # name, then words of castor
+  local name=$1; shift
+  timeout 60 "$castor" "$@" --replan off --output_dir "/tmp/runs/${name}_alone" >"$out/alone.log" 2>&1 || say "$name alone: exit $?"
+  (until [ "$(grep -c '"kind":"step"' "/tmp/runs/$name/train_log.jsonl" 2>/dev/null)" -ge 20 ]; do sleep 0.2; done
+    if [ "${BUDGET:-}" ]; then "$castor" replan "/tmp/runs/$name" --device_memory "$BUDGET"; fi) >"$out/request_$name.txt" 2>&1 &
+  timeout -k 5 90 "$castor" "$@" --output_dir "/tmp/runs/$name" >"$out/replanned_$name.txt" 2>&1
+  say "$name: exit $? · $(tail -n 1 "$out/request_$name.txt")"
+  grep -E "error|panicked|plan" "$out/replanned_$name.txt" | grep -v "^plan (" | cut -c1-400 | tail -n 8 | tee -a "$summary"
+  python3 - "/tmp/runs/$name/train_log.jsonl" "/tmp/runs/${name}_alone/train_log.jsonl" <<'P' | tee -a "$summary"
+import json, sys
+runs = [[x for x in map(json.loads, open(path))] for path in sys.argv[1:]]
+steps = [[(x['loss'], x['grad_norm']) for x in run if x.get('kind') == 'step'] for run in runs]
+print('   changes of plan', sum(x.get('kind') == 'plan' for x in runs[0]), '· steps', *map(len, steps), '· the same bits', steps[0] == steps[1])
+P
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two GPUs: the same losses as on one for every plugin, 7B by zero3 and gemini_cuda beside PyTorch's FSDP2, a killed
-# rank, replica groups and a stopped rank, 70B, and the article's table beside PyTorch's DDP.
+# rank, a plan that changes, replica groups and a stopped rank, 70B, and the article's table beside PyTorch's DDP.
 # Usage: two.sh CARRIED, a folder with castor, cuda_device and peers; logs go to $OUT.
 set -u
 PARTS=${PARTS:-equal seven kill article}
@@ -60,6 +60,10 @@ if part seven; then
   LIMIT=70 two 7b_zero3 $seven --plugin zero3 --max_steps 10
   LIMIT=70 two 7b_gemini_cuda $seven --plugin gemini_cuda --max_steps 10
   LIMIT=100 SOFT=45 STEPS=6 bash "$carried/peers/cases.sh" A2-7b-fsdp 2>&1 | cut -c1-420 | tee -a "$summary"
+fi
+if part replan; then
+  BUDGET=3GiB replanned lowered run --nproc_per_node 2 train --backend cuda --config configs/smollm2-135m.json --data /tmp/random.bin --eval_fraction 0 \
+    --lr 1e-4 --no_save_model --mixed_precision bf16 --max_length 2048 --batch_size 8 --max_steps 150 --device_memory 8GiB
 fi
 if part kill; then
   (sleep 14; pkill -9 -f -n "output_dir /tmp/runs/killed"; date +%s.%N >/tmp/killed_at) &

@@ -211,8 +211,13 @@ pub fn measure(backend: &dyn Backend, size: &Size, nvme: Option<&Path>) -> casto
         let how = format!("AdamW of {} parameters, f32 moments, bf16 and remainder", size.updated);
         let [updates, up, down] = bench.beside_updates(size)?;
         keep(Rate::HostUpdates, updates, 1.0, &how);
-        keep(Rate::HostToDeviceBesideUpdates, up, 1.0, &format!("{} at once", Bytes(BESIDE_BYTES)));
-        keep(Rate::DeviceToHostBesideUpdates, down, 1.0, &format!("{} at once", Bytes(BESIDE_BYTES)));
+        let how = format!("{} at once", Bytes(BESIDE_BYTES.min(size.copy_bytes)));
+        for (rate, moved) in [(Rate::HostToDeviceBesideUpdates, up), (Rate::DeviceToHostBesideUpdates, down)] {
+            // A link may be too slow to move one copy meanwhile.
+            if moved > 0.0 {
+                keep(rate, moved, 1.0, &how);
+            }
+        }
     }
     let disk = nvme.map(|_| bench.disk()).transpose()?.map(Measured::now);
     Ok(Found { device: Measured::now(device), disk })
@@ -446,7 +451,7 @@ mod tests {
         let found = measure(&cpu, &size, Some(folder.path())).unwrap();
         let disk = found.disk.unwrap().rates;
         let all: BTreeMap<Rate, MeasuredRate> = found.device.rates.into_iter().chain(disk).collect();
-        assert_eq!(all.len(), 12, "{all:?}");
+        assert!(all.contains_key(&Rate::HostUpdates) && (10..=12).contains(&all.len()), "{all:?}");
         assert!(all.values().all(|rate| rate.value.is_finite() && rate.value > 0.0), "{all:?}");
         // A paced engine sleeps: never faster than its rate but for the lateness that it makes up for, and a busy machine
         // may wake it late. A mistake of direction, unit or size is further off than these bounds.
