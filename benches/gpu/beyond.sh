@@ -29,7 +29,7 @@ thirteen="--backend cuda --config configs/llama2-13b.json --mixed_precision bf16
 sweep() { # name, rows of a micro-batch, micro-batches, steps
   LIMIT=120 train "13b_$1" $thirteen --batch_size "$2" --gradient_accumulation_steps "$3" --max_steps "$4"
 }
-if part 13b; then sweep 64k 4 8 4; fi
+if part 13b; then sweep 64k 4 8 4; sweep 64k_wide 8 4 4; fi
 if part sweep; then sweep 8k 4 1 5; sweep 16k 4 2 4; sweep 32k 4 4 4; sweep 128k 4 16 3; sweep 256k 8 16 2; fi
 if part cpu; then
   # The host's cores update a share: the same bits, and what the plan says of it.
