@@ -316,7 +316,7 @@ impl Blueprint {
             policy,
             budgets,
             lookahead_bytes,
-            estimate::pace(rates),
+            estimate::pace(rates, self.options.formats.first),
             device.overhead_bytes,
             &dry,
             &self.passes(),

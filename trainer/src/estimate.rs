@@ -8,7 +8,7 @@
 use crate::activations::Keep;
 use crate::blueprint::Options;
 use crate::rates::Rates;
-use castor_kernels::Stream;
+use castor_kernels::{DType, Stream};
 use castor_runtime::layout::Layout;
 use castor_runtime::plan::Plan;
 use castor_runtime::timeline::{Pace, StepTime};
@@ -216,8 +216,8 @@ impl Costs {
     }
 }
 
-/// How fast the runtime's streams are at these rates.
-pub fn pace(rates: &Rates) -> Pace {
+/// How fast the runtime's streams are at these rates, in a run with moments of this type.
+pub fn pace(rates: &Rates, moments: DType) -> Pace {
     let bytes_per_s = Stream::ALL.map(|stream| match stream {
         Stream::Compute => f64::INFINITY,
         Stream::HostToDevice => rates.host_to_device,
@@ -225,7 +225,7 @@ pub fn pace(rates: &Rates) -> Pace {
         Stream::Collective => rates.collectives,
         Stream::NvmeRead => rates.nvme_read,
         Stream::NvmeWrite => rates.nvme_write,
-        Stream::Host => rates.host_updates.unwrap_or(rates.device_memory),
+        Stream::Host => rates.host_updates.map_or(rates.device_memory, |updates| updates.of(moments)),
     });
     let beside_host_per_s = Stream::ALL.map(|stream| match stream {
         Stream::HostToDevice => rates.host_to_device_beside_updates.min(rates.host_to_device),

@@ -92,8 +92,8 @@ impl Size {
         }
     }
 
-    /// The state that the host's cores update, behind `begin` in host memory: AdamW's usual one.
-    fn state(&self, begin: u64) -> State {
+    /// The state that the host's cores update, behind `begin` in host memory: AdamW's usual one with these moments.
+    fn state(&self, begin: u64, moments: DType) -> State {
         let mut top = begin;
         let mut place = |dtype: DType| {
             let span = Span::new(Tier::Host, top, dtype.bytes(self.updated));
@@ -104,8 +104,8 @@ impl Size {
             parameter: place(DType::Bf16),
             gradient: place(DType::Bf16),
             master: Some(place(DType::Rem16)),
-            first: place(DType::F32),
-            second: place(DType::F32),
+            first: place(moments),
+            second: place(moments),
             decayed: self.updated,
             seed: 0,
             first_element: 0,
@@ -208,9 +208,13 @@ pub fn measure(backend: &dyn Backend, size: &Size, nvme: Option<&Path>) -> casto
     keep(Rate::HostToDevice, bytes, up_s, &how);
     keep(Rate::DeviceToHost, bytes, down_s, &how);
     if size.updated > 0 {
-        let how = format!("AdamW of {} parameters, f32 moments, bf16 and remainder", size.updated);
-        let [updates, up, down] = bench.beside_updates(size)?;
+        let how = format!("AdamW of {} parameters in bf16 and remainder, beside both ways", size.updated);
+        let [updates, up, down] = bench.beside_updates(size, DType::F32)?;
         keep(Rate::HostUpdates, updates, 1.0, &how);
+        for (rate, moments) in [(Rate::HostUpdatesBf16, DType::Bf16), (Rate::HostUpdates8bit, DType::Q8)] {
+            let [updates, ..] = bench.beside_updates(size, moments)?;
+            keep(rate, updates, 1.0, &how);
+        }
         let how = format!("{} at once", Bytes(BESIDE_BYTES.min(size.copy_bytes)));
         for (rate, moved) in [(Rate::HostToDeviceBesideUpdates, up), (Rate::DeviceToHostBesideUpdates, down)] {
             // A link may be too slow to move one copy meanwhile.
@@ -263,7 +267,7 @@ impl<'a> Bench<'a> {
         let scratch = device(scratch_bytes).view(DType::F32);
         let control = device(DType::F32.bytes(control::COUNT)).view(DType::F32);
         let copies = [device(size.copy_bytes), device(size.copy_bytes)];
-        let state = size.state(2 * size.copy_bytes);
+        let state = size.state(2 * size.copy_bytes, DType::F32);
         backend.reserve(Tier::Device, top, None)?;
         backend.reserve(Tier::Host, state.second.span.end(), None)?;
         if nvme.is_some() {
@@ -295,7 +299,7 @@ impl<'a> Bench<'a> {
         for span in bench.host.into_iter().chain(copies) {
             bench.fill(span.view(size.dtype))?;
         }
-        for view in [state.parameter, state.gradient, state.first] {
+        for view in [state.parameter, state.gradient] {
             bench.fill(view)?;
         }
         Ok(bench)
@@ -321,7 +325,7 @@ impl<'a> Bench<'a> {
 
     /// Bytes per second of host memory that the host's cores read and write in updates, and that copies move each way
     /// meanwhile.
-    fn beside_updates(&self, size: &Size) -> castor_kernels::Result<[f64; 3]> {
+    fn beside_updates(&self, size: &Size, moments: DType) -> castor_kernels::Result<[f64; 3]> {
         let backend = self.backend;
         let mut scalars = [0f32; control::COUNT as usize];
         scalars[control::MULTIPLIER as usize] = 1.0;
@@ -329,7 +333,14 @@ impl<'a> Bench<'a> {
         backend.upload(self.control.span, &scalars.map(f32::to_le_bytes).concat())?;
         let rule =
             AdamW { lr: 0.0, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, inv_bias1: 1.0, inv_bias2: 1.0 };
-        let state = size.state(2 * size.copy_bytes);
+        let state = size.state(2 * size.copy_bytes, moments);
+        let zeros = vec![0; BESIDE_BYTES as usize];
+        for span in [state.first.span, state.second.span] {
+            for done in (0..span.bytes).step_by(zeros.len()) {
+                let bytes = (span.bytes - done).min(BESIDE_BYTES);
+                backend.upload(span.part(done, bytes), &zeros[..bytes as usize])?;
+            }
+        }
         let begun = Instant::now();
         for _ in 0..UPDATES {
             backend.update(Update::AdamW(rule), state, self.control);
@@ -451,7 +462,7 @@ mod tests {
         let found = measure(&cpu, &size, Some(folder.path())).unwrap();
         let disk = found.disk.unwrap().rates;
         let all: BTreeMap<Rate, MeasuredRate> = found.device.rates.into_iter().chain(disk).collect();
-        assert!(all.contains_key(&Rate::HostUpdates) && (10..=12).contains(&all.len()), "{all:?}");
+        assert!(all.contains_key(&Rate::HostUpdates8bit) && (12..=14).contains(&all.len()), "{all:?}");
         assert!(all.values().all(|rate| rate.value.is_finite() && rate.value > 0.0), "{all:?}");
         // A paced engine sleeps: never faster than its rate but for the lateness that it makes up for, and a busy machine
         // may wake it late. A mistake of direction, unit or size is further off than these bounds.

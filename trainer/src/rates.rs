@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use castor_kernels::Device;
+use castor_kernels::{DType, Device};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -32,9 +32,8 @@ pub struct Rates {
     pub host_to_device: f64,
     /// Bytes from device to host, while as many go the other way.
     pub device_to_host: f64,
-    /// Bytes of host memory, read and written by its cores' updates while copies go both ways; none where these cores
-    /// are the device.
-    pub host_updates: Option<f64>,
+    /// Updates by the host's cores while copies go both ways; none where these cores are the device.
+    pub host_updates: Option<HostUpdates>,
     /// Bytes from host to device, while as many go the other way and the host's cores update.
     pub host_to_device_beside_updates: f64,
     /// Bytes from device to host, the same.
@@ -51,6 +50,35 @@ pub struct Rates {
     pub disk_measured_at: Option<u64>,
 }
 
+/// Bytes of host memory that its cores' updates read and write per second, by the type of the moments: narrow ones take
+/// more instructions a byte.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HostUpdates {
+    /// Moments in f32.
+    pub f32: f64,
+    /// In bf16.
+    pub bf16: f64,
+    /// In 8 bits.
+    pub q8: f64,
+}
+
+impl HostUpdates {
+    /// With moments of this type.
+    pub const fn of(&self, moments: DType) -> f64 {
+        match moments {
+            DType::Bf16 => self.bf16,
+            DType::Q8 => self.q8,
+            _ => self.f32,
+        }
+    }
+
+    /// Each of them changed alike.
+    #[must_use]
+    pub fn map(self, change: impl Fn(f64) -> f64) -> HostUpdates {
+        HostUpdates { f32: change(self.f32), bf16: change(self.bf16), q8: change(self.q8) }
+    }
+}
+
 impl Rates {
     /// Rates to reckon with on a backend of this name until they are measured: those of an H200 with both directions
     /// of its link busy (`benches/LOG.md`), or of one CPU core.
@@ -63,8 +91,8 @@ impl Rates {
                 device_memory: 3.5e12,
                 host_to_device: 48.5e9,
                 device_to_host: 48.5e9,
-                host_updates: Some(54e9),
-                host_to_device_beside_updates: 38.8e9,
+                host_updates: Some(HostUpdates { f32: 98e9, bf16: 68e9, q8: 53e9 }),
+                host_to_device_beside_updates: 31e9,
                 device_to_host_beside_updates: 48.5e9,
                 collectives: 240e9,
                 nvme_read: 1.5e9,
@@ -143,7 +171,15 @@ impl Rates {
                 Rate::DeviceToHost => self.device_to_host = *value,
                 Rate::NvmeRead => self.nvme_read = *value,
                 Rate::NvmeWrite => self.nvme_write = *value,
-                Rate::HostUpdates => self.host_updates = Some(*value),
+                Rate::HostUpdates | Rate::HostUpdatesBf16 | Rate::HostUpdates8bit => {
+                    if let Some(updates) = &mut self.host_updates {
+                        match rate {
+                            Rate::HostUpdatesBf16 => updates.bf16 = *value,
+                            Rate::HostUpdates8bit => updates.q8 = *value,
+                            _ => updates.f32 = *value,
+                        }
+                    }
+                }
                 Rate::HostToDeviceBesideUpdates => self.host_to_device_beside_updates = *value,
                 Rate::DeviceToHostBesideUpdates => self.device_to_host_beside_updates = *value,
                 Rate::HostToDeviceAlone | Rate::DeviceToHostAlone => {}
@@ -167,7 +203,7 @@ impl Rates {
 
     /// These rates for each of `local` ranks that share the host's cores.
     pub fn shared_by(self, local: u32) -> Rates {
-        Rates { host_updates: self.host_updates.map(|rate| rate / f64::from(local)), ..self }
+        Rates { host_updates: self.host_updates.map(|updates| updates.map(|rate| rate / f64::from(local))), ..self }
     }
 
     /// Where they come from, for people. `disk`: whether the disk's are used.
@@ -203,8 +239,13 @@ pub enum Rate {
     HostToDevice,
     /// Device to host while as much goes the other way, B/s.
     DeviceToHost,
-    /// Host memory read and written by its cores' updates, beside copies both ways, B/s.
+    /// Host memory read and written by its cores' updates of f32 moments, beside copies both ways, B/s.
     HostUpdates,
+    /// The same with moments in bf16.
+    HostUpdatesBf16,
+    /// The same with moments in 8 bits.
+    #[serde(rename = "host_updates_8bit")]
+    HostUpdates8bit,
     /// Host to device beside these, B/s.
     HostToDeviceBesideUpdates,
     /// Device to host beside these, B/s.
@@ -226,7 +267,9 @@ impl Rate {
             Rate::DeviceToHostAlone => "device to host, alone",
             Rate::HostToDevice => "host to device, both ways",
             Rate::DeviceToHost => "device to host, both ways",
-            Rate::HostUpdates => "updates on the host, beside both",
+            Rate::HostUpdates => "updates on the host, f32 moments",
+            Rate::HostUpdatesBf16 => "updates on the host, bf16 moments",
+            Rate::HostUpdates8bit => "updates on the host, 8-bit moments",
             Rate::HostToDeviceBesideUpdates => "host to device, beside updates",
             Rate::DeviceToHostBesideUpdates => "device to host, beside updates",
             Rate::NvmeRead => "disk to host",
@@ -251,7 +294,7 @@ impl Rate {
             Rate::HostToDeviceAlone | Rate::DeviceToHostAlone => "to compare: a step uses both ways at once",
             Rate::HostToDevice => "time to fetch what lies off the device",
             Rate::DeviceToHost => "time to bring it back",
-            Rate::HostUpdates => "time of updates by the host's cores",
+            Rate::HostUpdates | Rate::HostUpdatesBf16 | Rate::HostUpdates8bit => "time of updates by the host's cores",
             Rate::HostToDeviceBesideUpdates | Rate::DeviceToHostBesideUpdates => "time of copies meanwhile",
             Rate::NvmeRead => "time to fetch what lies on the disk",
             Rate::NvmeWrite => "time to bring it back to the disk",

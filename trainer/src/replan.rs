@@ -152,7 +152,7 @@ impl Measured {
             device_to_host: rates.device_to_host * down,
             host_to_device_beside_updates: rates.host_to_device_beside_updates * up,
             device_to_host_beside_updates: rates.device_to_host_beside_updates * down,
-            host_updates: rates.host_updates.map(|rate| self.host_updates.unwrap_or(rate)),
+            host_updates: rates.host_updates.map(|updates| updates.map(|rate| self.host_updates.unwrap_or(rate))),
             collectives: self.collectives.unwrap_or(rates.collectives),
             nvme_read: self.nvme_read.unwrap_or(rates.nvme_read),
             nvme_write: self.nvme_write.unwrap_or(rates.nvme_write),
@@ -230,6 +230,7 @@ pub fn is_worth_looking(stakes: &Stakes, before_s: f64, floor_s: f64, planning_s
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rates::HostUpdates;
 
     const STAKES: Stakes = Stakes { steps: 100, change_s: 5.0, measured_s: 1.0 };
 
@@ -264,7 +265,7 @@ mod tests {
             device_memory: assumed.device_memory / 2.0,
             host_to_device: 2.0 * assumed.host_to_device,
             host_to_device_beside_updates: 2.0 * assumed.host_to_device_beside_updates,
-            host_updates: Some(9.0),
+            host_updates: Some(HostUpdates { f32: 9.0, bf16: 9.0, q8: 9.0 }),
             nvme_write: 3.0,
             ..assumed
         };
