@@ -46,8 +46,8 @@ fn a_model_that_fits_beside_a_small_window() {
     }
 }
 
-/// The host's cores update what a slow link could not bring in time, if they are fast; as many as the user says; and who
-/// updates changes no loss.
+/// The host's cores update what a slow link could not bring in time, if they are fast; as many as the user says; and
+/// who updates changes no loss.
 #[test]
 fn the_hosts_cores_take_their_share() {
     let folder = Folder::new();

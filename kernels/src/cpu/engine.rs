@@ -57,12 +57,7 @@ pub(crate) struct Progress {
 
 impl Progress {
     fn new() -> Progress {
-        Progress {
-            reached: AtomicU64::new(0),
-            stamps: Stamps::new(),
-            lock: Mutex::new(()),
-            changed: Condvar::new(),
-        }
+        Progress { reached: AtomicU64::new(0), stamps: Stamps::new(), lock: Mutex::new(()), changed: Condvar::new() }
     }
 
     /// Whether mark `number` is reached.

@@ -79,7 +79,8 @@ impl Saver {
         }
     }
 
-    /// Saves a run that goes on from there at once, whether it is one that saves or not, and waits until all is on disk.
+    /// Saves a run that goes on from there at once, whether it is one that saves or not, and waits until all is on
+    /// disk.
     ///
     /// # Errors
     /// As [`Saver::save`].
