@@ -53,7 +53,9 @@ impl Saver {
         Ok(Saver {
             run_dir: output.dir.clone(),
             every: output.save,
-            limit: output.save_total_limit,
+            // Where the run itself saves nothing, what it goes on from after a change of the plan is gone again: for
+            // that no other checkpoint makes room.
+            limit: output.save_total_limit.filter(|_| output.save != Every::Never),
             facts,
             begun,
             saved: None,
