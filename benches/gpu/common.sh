@@ -45,8 +45,11 @@ replanned() { # name, then words of castor
   timeout 60 "$castor" "$@" --replan off --output_dir "/tmp/runs/${name}_alone" >"$out/alone.log" 2>&1 || say "$name alone: exit $?"
   (until [ "$(grep -c '"kind":"step"' "/tmp/runs/$name/train_log.jsonl" 2>/dev/null)" -ge 20 ]; do sleep 0.2; done
     if [ "${BUDGET:-}" ]; then "$castor" replan "/tmp/runs/$name" --device_memory "$BUDGET"; fi) >"$out/request_$name.txt" 2>&1 &
+  local asks=$!
   timeout -k 5 90 "$castor" "$@" --output_dir "/tmp/runs/$name" >"$out/replanned_$name.txt" 2>&1
-  say "$name: exit $? · $(tail -n 1 "$out/request_$name.txt")"
+  local code=$?
+  kill "$asks" 2>/dev/null
+  say "$name: exit $code · $(tail -n 1 "$out/request_$name.txt")"
   grep -E "error|panicked|plan" "$out/replanned_$name.txt" | grep -v "^plan (" | cut -c1-400 | tail -n 8 | tee -a "$summary"
   python3 - "/tmp/runs/$name/train_log.jsonl" "/tmp/runs/${name}_alone/train_log.jsonl" <<'P' | tee -a "$summary"
 import json, sys

@@ -1,5 +1,5 @@
-//! Benches of Castor, and the run that they share. `LOG.md` keeps what they printed; `gpu/` holds the scripts for machines
-//! with GPUs.
+//! Benches of Castor, and the run that they share. `LOG.md` keeps what they printed; `gpu/` holds the scripts for
+//! machines with GPUs.
 
 use castor_kernels::DType;
 use castor_runtime::layout::Sharding;
@@ -9,8 +9,8 @@ use castor_trainer::config::ModelConfig;
 use castor_trainer::lr::{Convention, Decay, Schedule};
 use castor_trainer::optimizer::{Clip, Optimizer};
 
-/// AdamW at a constant rate on one micro-batch of a single row, in f32, with everything sharded and nothing computed again.
-/// `sequence`: tokens of the row.
+/// AdamW at a constant rate on one micro-batch of a single row, in f32, with everything sharded and nothing computed
+/// again. `sequence`: tokens of the row.
 pub fn options(config: ModelConfig, sequence: u64) -> Options {
     Options {
         batch: 1,

@@ -283,7 +283,8 @@ pub trait Operators {
     fn norm_finish(&self, slots: View, max_norm: f32, loss_scale: f32, control: View);
 
     /// One update where `control` allows it (L9). If the state's views are on the host, it is made on
-    /// [`crate::Stream::Host`]; `control` (on the device) is read in the order of [`crate::Stream::Compute`] all the same.
+    /// [`crate::Stream::Host`]; `control` (on the device) is read in the order of [`crate::Stream::Compute`] all the
+    /// same.
     fn update(&self, update: Update, state: State, control: View);
 
     /// `hessian = β2·hessian + (1−β2)·tokens·g²` with `g = gradient·multiplier` from `control`'s FINITE and

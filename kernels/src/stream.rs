@@ -6,6 +6,7 @@
 //! reached. Mark 0 is always reached.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The queues of work of one rank.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -75,5 +76,29 @@ pub struct Mark {
 impl fmt::Debug for Mark {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}@{}", self.stream, self.number)
+    }
+}
+
+/// When the latest marks of a stream were reached, where a thread of this process reaches them.
+pub(crate) struct Stamps(Box<[AtomicU64]>);
+
+impl Stamps {
+    /// Marks whose time is kept.
+    const KEPT: usize = 4096;
+
+    pub(crate) fn new() -> Stamps {
+        Stamps((0..Stamps::KEPT).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    /// Keeps the time of mark `number`, just before it counts as reached.
+    pub(crate) fn keep(&self, number: u64, now_ns: u64) {
+        self.0[number as usize % Stamps::KEPT].store(now_ns, Ordering::Relaxed);
+    }
+
+    /// The time of mark `number`, where all up to `reached` are; none of one that is not, or is long past.
+    pub(crate) fn of(&self, number: u64, reached: u64) -> Option<u64> {
+        // The next mark's time may be there already.
+        let kept = number > 0 && number <= reached && reached - number + 1 < Stamps::KEPT as u64;
+        kept.then(|| self.0[number as usize % Stamps::KEPT].load(Ordering::Relaxed))
     }
 }

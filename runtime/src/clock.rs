@@ -16,7 +16,8 @@ pub struct Times {
     pub busy_ns: [Option<u64>; Stream::ALL.len()],
     /// Nanoseconds for which the compute stream waited for moves.
     pub stall_ns: u64,
-    /// Intervals that came while too many others were not over yet, and are in none of these times.
+    /// Intervals that are in none of these times: they came while too many others were not over yet, or the backend had
+    /// no times of them any more when they were asked for.
     pub lost: u64,
 }
 
@@ -59,7 +60,10 @@ impl Clock {
                 break;
             }
             self.pending.pop_front();
-            let Some(ns) = backend.elapsed_ns(from, to) else { continue };
+            let Some(ns) = backend.elapsed_ns(from, to) else {
+                self.times.lost += 1;
+                continue;
+            };
             match what {
                 What::Busy => *self.times.busy_ns[from.stream.index()].get_or_insert(0) += ns,
                 What::Stall => self.times.stall_ns += ns,

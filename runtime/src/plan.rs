@@ -154,8 +154,8 @@ pub type Rehearsal<'a> = &'a dyn Fn(&mut StatefulTensorMgr, Pass) -> Result<()>;
 
 impl Plan {
     /// Plans for `layout` under `budgets`, for a run that has these `passes` on hardware of this `pace`. `dry` makes a
-    /// fresh counting backend; `driver_bytes` is what the real device's driver holds beside the arena. `length` says what
-    /// the plan is for.
+    /// fresh counting backend; `driver_bytes` is what the real device's driver holds beside the arena. `length` says
+    /// what the plan is for.
     ///
     /// # Errors
     /// [`Error::OutOfRoom`] with the shortage and the largest users if no placement of the policy fits.
@@ -311,8 +311,9 @@ impl Plan {
         Ok(manager.recorded())
     }
 
-    /// Rehearses at most `longest` training steps, of which `steps` counts those that went well, until the manager is in a
-    /// state in which it was before (from there on the steps repeat), then one pass of each other kind. Also [`Plan::fresh_every`].
+    /// Rehearses at most `longest` training steps, of which `steps` counts those that went well, until the manager is
+    /// in a state in which it was before (from there on the steps repeat), then one pass of each other kind. Also
+    /// [`Plan::fresh_every`].
     fn predict(
         manager: &mut StatefulTensorMgr,
         passes: &[Pass],

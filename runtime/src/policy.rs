@@ -84,8 +84,8 @@ pub struct StaticPolicy {
 
 /// Device first: what crosses the link most per byte stays on the device, the coldest goes to the disk.
 pub struct AutoPolicy {
-    /// The window's size where not everything fits, in what its worst tick needs: at 2 one copy is in use and one on its
-    /// way at every tick, at 1 nothing comes ahead but into what activations leave free.
+    /// The window's size where not everything fits, in what its worst tick needs: at 2 one copy is in use and one on
+    /// its way at every tick, at 1 nothing comes ahead but into what activations leave free.
     pub window: f64,
 }
 
@@ -258,8 +258,8 @@ fn finish(view: &PolicyView<'_>, mut homes: Vec<Option<Tier>>) -> Result<Placeme
         staging_bytes = (3 * largest).min(STAGED_PIECES * STAGED_BYTES);
         let mut excess = (host + staging_bytes).saturating_sub(view.room[1]);
         let mut nvme = 0;
-        // The coldest, and of those what the beginning of a step wants: the window can take that in while the step before
-        // computes, so that the disk has all the backward for it.
+        // The coldest, and of those what the beginning of a step wants: the window can take that in while the step
+        // before computes, so that the disk has all the backward for it.
         let mut coldest: Vec<ChunkId> = layout.chunk_ids().collect();
         coldest.sort_by_key(|&chunk| {
             let (into, out) = view.schedule.crossings(chunk);

@@ -119,8 +119,8 @@ impl Transfer {
         Fence::at(mark)
     }
 
-    /// The host's cores will read and write `bytes` of memory after `fence` and what was computed so far: it says whether
-    /// and by what factor they update.
+    /// The host's cores will read and write `bytes` of memory after `fence` and what was computed so far: that says
+    /// whether and by what factor they update.
     pub fn works_on_host(&mut self, fence: Fence, bytes: u64) {
         let computed = self.computed();
         self.wait(Stream::Host, fence.and(computed));

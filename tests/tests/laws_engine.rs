@@ -55,6 +55,8 @@ fn held_to_plan(setup: &Setup, run: &Run, what: &str) {
         assert_eq!(run.plan.peak(tier), run.ledger.total(tier), "L1: {what}, {tier}");
         assert!(run.ledger.total(tier) <= run.plan.budgets.of(tier), "L2: {what}, {tier}");
     }
+    let updated = run.traffic.iter().any(|counted| counted.updated > 0);
+    assert_eq!(updated, setup.options.updates_on_host > 0, "{what}: the host's cores update their share");
     if setup.options.optimizer == Some(ADAMW) {
         for (step, counted) in run.traffic.iter().enumerate() {
             assert_eq!(*counted, run.plan.predicted.step(step as u64), "L4: {what}, step {step}");
@@ -63,9 +65,9 @@ fn held_to_plan(setup: &Setup, run: &Run, what: &str) {
 }
 
 /// Every policy × prefetch with plenty; then, with everything kept and with nothing kept, `auto` in budgets down to
-/// the least that plans, on two tiers and on three. With plenty the recompute level goes round, and the number of groups
-/// that the host's cores update, and at one rank the sharding and, without a tied table, the number of micro-batches
-/// that go together.
+/// the least that plans, on two tiers and on three. With plenty the recompute level goes round, and the number of
+/// groups that the host's cores update, and at one rank the sharding and, without a tied table, the number of
+/// micro-batches that go together.
 fn any_placement(mut setup: Setup<'static>, disk: &Path) {
     let reference = train(&setup, "reference");
     let check = |setup: &Setup<'static>, what: &str| {

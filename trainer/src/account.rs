@@ -54,8 +54,8 @@ pub fn plan_lines(plan: &Plan, layout: &castor_runtime::layout::Layout, ledger: 
     text
 }
 
-/// One rank's memory, predicted and measured over `steps` steps of its plan, the last `warm` of which nothing interrupted,
-/// under these `budgets`.
+/// One rank's memory, predicted and measured over `steps` steps of its plan, the last `warm` of which nothing
+/// interrupted, under these `budgets`.
 pub fn memory(
     manager: &mut StatefulTensorMgr,
     world: &World,

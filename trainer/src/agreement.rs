@@ -1,6 +1,7 @@
 //! What all ranks must hold alike before they plan and train: rates, budgets, flags, plans (L7).
 //!
-//! Ranks agree here once, at the start; afterwards each decides for itself and comes to the same.
+//! Ranks agree here at the start, and again where the plan changes; between these each decides for itself and comes to
+//! the same.
 
 use crate::error::{Error, Result};
 use crate::rates::Rates;

@@ -1,5 +1,5 @@
-//! What `auto` decides: of the ways of running that the settings leave open, the one with the least estimated time among
-//! those that fit.
+//! What `auto` decides: of the ways of running that the settings leave open, the one with the least estimated time
+//! among those that fit.
 //!
 //! Open are how much each block keeps, how many micro-batches go through the model together, and, where not everything
 //! fits the device, the size of the window, how far prefetch runs ahead, and how many of the updates the host's cores
@@ -29,11 +29,11 @@ const PARTS: [f64; 2] = [0.5, 0.25];
 /// others where they lie.
 const ON_HOST: [f64; 5] = [1.0 / 16.0, 1.0 / 8.0, 1.0 / 4.0, 3.0 / 8.0, 1.0 / 2.0];
 
-/// The most of them with those beside.
-const MOST_ON_HOST: f64 = 9.0 / 16.0;
-
 /// How far beside the best of these to look for a better one, farthest first.
 const BESIDE: [f64; 3] = [1.0 / 16.0, 1.0 / 32.0, 1.0 / 64.0];
+
+/// The most of them, beside the largest each time.
+const MOST_ON_HOST: f64 = ON_HOST[4] + BESIDE[0] + BESIDE[1] + BESIDE[2];
 
 /// Ways that are compared at once, in as many threads as there are; as many on every machine, for where the search ends
 /// depends on it (L7).
@@ -98,8 +98,8 @@ pub fn plan(
     Ok((way.blueprint, plan, estimate))
 }
 
-/// As [`plan`], for a run that saves as `settings` say: with snapshots if `--async_save` asks for them, or leaves it open
-/// and the host has room for them beside the plan. Also what to tell the user.
+/// As [`plan`], for a run that saves as `settings` say: with snapshots if `--async_save` asks for them, or leaves it
+/// open and the host has room for them beside the plan. Also what to tell the user.
 ///
 /// # Errors
 /// As [`plan`].

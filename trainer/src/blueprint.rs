@@ -1,5 +1,5 @@
-//! The control plane of a run: what it computes with, how much fixed memory that takes, and the rehearsal from which the
-//! runtime plans.
+//! The control plane of a run: what it computes with, how much fixed memory that takes, and the rehearsal from which
+//! the runtime plans.
 //!
 //! A [`Blueprint`] allocates nothing and computes nothing; [`crate::engine::Engine`] does, on its plan.
 
@@ -110,8 +110,8 @@ impl Options {
         !self.sync_each_batch && self.splits_gradients(world)
     }
 
-    /// Whether the host's cores may make updates of one of `world` ranks: each group's by itself once the norm is known, of
-    /// states and weights that this rank alone has.
+    /// Whether the host's cores may make updates of one of `world` ranks: each group's by itself once the norm is
+    /// known, of states and weights that this rank alone has.
     pub fn may_update_on_host(&self, world: u64) -> bool {
         let splits = self.sharding.optimizer && self.shards.map_or(world, u64::from) > 1;
         self.optimizer.is_some() && self.clip == Clip::Exact && (!splits || self.sharding.parameters)
@@ -287,7 +287,8 @@ impl Blueprint {
         step.end()
     }
 
-    /// Plans the run on `backend`, which has these `rates`, under `budgets`, by rehearsing it on a backend that only counts.
+    /// Plans the run on `backend`, which has these `rates`, under `budgets`, by rehearsing it on a backend that only
+    /// counts.
     ///
     /// # Errors
     /// [`castor_runtime::Error::OutOfRoom`] if it does not fit.

@@ -34,8 +34,8 @@ impl Estimate {
         Estimate { time: plan.predicted.steady_time() }
     }
 
-    /// What a rank's steady steps write to its disk, and how long a drive that may be written `endurance` TB lasts at this
-    /// pace with `ranks` on it. None if nothing is written.
+    /// What a rank's steady steps write to its disk, and how long a drive that may be written `endurance` TB lasts at
+    /// this pace with `ranks` on it. None if nothing is written.
     pub fn wear(&self, plan: &Plan, ranks: u32, endurance: Option<f64>) -> Option<String> {
         let written = plan.predicted.steady().nvme_write;
         if written == 0 {
@@ -186,7 +186,8 @@ impl Costs {
         }
     }
 
-    /// Of a tick of `group` on `micros` micro-batches, `added` of which find a gradient to add to, where blocks keep this.
+    /// Of a tick of `group` on `micros` micro-batches, `added` of which find a gradient to add to, where blocks keep
+    /// this.
     pub fn seconds(&self, tick: Tick, group: GroupId, keep: &[Keep], micros: u64, added: u64) -> f64 {
         let (micros, added) = (micros as f64, added as f64);
         let (update_s, add_s) = self.groups_s[group.index()];

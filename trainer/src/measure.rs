@@ -1,7 +1,8 @@
 //! `castor doctor --bench`: how much this machine does per second, measured through the [`Backend`] trait alone.
 //!
-//! Measures what [`crate::estimate`] reckons with: a matrix product, attention, device memory, the link in each direction and in
-//! both at once, updates by the host's cores beside it, and the disk. It knows no backend; what it finds is kept by [`crate::rates`].
+//! Measures what [`crate::estimate`] reckons with: a matrix product, attention, device memory, the link in each
+//! direction and in both at once, updates by the host's cores beside it, and the disk. It knows no backend; what it
+//! finds is kept by [`crate::rates`].
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -464,8 +465,8 @@ mod tests {
         let all: BTreeMap<Rate, MeasuredRate> = found.device.rates.into_iter().chain(disk).collect();
         assert!(all.contains_key(&Rate::HostUpdates8bit) && (12..=14).contains(&all.len()), "{all:?}");
         assert!(all.values().all(|rate| rate.value.is_finite() && rate.value > 0.0), "{all:?}");
-        // A paced engine sleeps: never faster than its rate but for the lateness that it makes up for, and a busy machine
-        // may wake it late. A mistake of direction, unit or size is further off than these bounds.
+        // A paced engine sleeps: never faster than its rate but for the lateness that it makes up for, and a busy
+        // machine may wake it late. A mistake of direction, unit or size is further off than these bounds.
         for (rate, emulated) in [
             (Rate::HostToDeviceAlone, UP),
             (Rate::DeviceToHostAlone, DOWN),

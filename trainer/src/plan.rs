@@ -49,6 +49,7 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     let world = wanted.ranks.unwrap_or(environment.world);
     // Ranks that are not here yet: as if of one host, unless the environment says more.
     let local = if environment.world == world { environment.local_world } else { world };
+    hardware.rates = hardware.rates.shared_by(local);
     let shards = session::shards(settings, world, local)?;
     let of = |settings: &Settings, config: ModelConfig| {
         let (micros, steps) = (settings.gradient_accumulation_steps, settings.max_steps.unwrap_or(1));
@@ -221,6 +222,7 @@ fn as_value(
         "window_peak_bytes": plan.predicted.window_peak,
         "keep": blueprint.options().keep,
         "round": blueprint.options().round,
+        "updates_on_host": blueprint.options().updates_on_host,
         "estimated_step_s": estimate.time.step_s,
         "estimated_compute_s": estimate.time.compute_s,
         "bound": estimate.bound(),

@@ -132,8 +132,8 @@ impl Rates {
         rates
     }
 
-    /// The rates of another machine, which `castor doctor --bench` measured there and kept in the file at `path`: those of
-    /// the device and of the disk that were measured last, and the device's name.
+    /// The rates of another machine, which `castor doctor --bench` measured there and kept in the file at `path`: those
+    /// of the device and of the disk that were measured last, and the device's name.
     ///
     /// # Errors
     /// [`Error::Usage`] if the file cannot be read or knows no device.

@@ -81,8 +81,8 @@ impl Stopwatch {
         self.steps += 1;
     }
 
-    /// Looks between two steps, each time. Waits for all that was issued where the measured steps begin and where they end;
-    /// then returns what they took, or that the clocks lost some of it.
+    /// Looks between two steps, each time. Waits for all that was issued where the measured steps begin and where they
+    /// end; then returns what they took, or that the clocks lost some of it.
     ///
     /// # Errors
     /// If work of a step failed.
@@ -97,10 +97,7 @@ impl Stopwatch {
 
 impl Reading {
     fn now(manager: &mut StatefulTensorMgr) -> Result<Reading> {
-        let backend = manager.backend();
-        for stream in Stream::ALL {
-            backend.join(backend.mark(stream))?;
-        }
+        manager.settle()?;
         Ok(Reading { at: Instant::now(), times: manager.times(), traffic: manager.traffic() })
     }
 
@@ -130,8 +127,8 @@ impl Reading {
 }
 
 impl Measured {
-    /// `rates`, by which a step was to take the times `planned` and move `bytes`, put right by what was measured: links that
-    /// were busy enough by their own bytes, and all arithmetic alike by its seconds.
+    /// `rates`, by which a step was to take the times `planned` and move `bytes`, put right by what was measured: links
+    /// that were busy enough by their own bytes, and all arithmetic alike by its seconds.
     pub fn rates(&self, planned: &StepTime, bytes: &Traffic, rates: &Rates) -> Rates {
         let (computed, expected) = (self.step_s - self.waited_s, planned.step_s - planned.waited_s.iter().sum::<f64>());
         let slower = if computed > 0.0 && expected > 0.0 { computed / expected } else { 1.0 };
@@ -187,7 +184,12 @@ impl Stakes {
 pub fn is_open(settings: &Settings, options: &Options) -> bool {
     let memory = &settings.memory;
     let placement = matches!(memory.plugin.placement, Preference::DeviceFirst | Preference::Auto);
-    placement || memory.recompute == Recompute::Auto || memory.prefetch.is_none() || options.micro_batches > 1
+    let updates = memory.plugin.spills() && memory.cpu_update.is_none();
+    placement
+        || updates
+        || memory.recompute == Recompute::Auto
+        || memory.prefetch.is_none()
+        || options.micro_batches > 1
 }
 
 /// The plan that is there, as a policy.

@@ -58,8 +58,8 @@ impl Hardware {
         Ok(Hardware { backend, budgets, room, rates, notices })
     }
 
-    /// Opens the backend again, for a plan by budgets and rates that all ranks hold already. What was opened before must
-    /// be dropped.
+    /// Opens the backend again, for a plan by budgets and rates that all ranks hold already. What was opened before
+    /// must be dropped.
     ///
     /// # Errors
     /// As [`Hardware::open`].

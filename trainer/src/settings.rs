@@ -369,7 +369,8 @@ impl Settings {
         self.max_steps.unwrap_or_else(|| sampler.steps(self.num_epochs))
     }
 
-    /// The same settings where an epoch has `steps` updates: what happens at the end of each epoch happens every so many.
+    /// The same settings where an epoch has `steps` updates: what happens at the end of each epoch happens every so
+    /// many.
     pub fn with_epochs_of(&self, steps: u64) -> Settings {
         let mut settings = self.clone();
         let output = &mut settings.output;

@@ -2,8 +2,9 @@
 //!
 //! A step's updates are made by the next step, each shortly before the forward that needs its weights: behind it
 //! the states of the groups to come are on their way, and by then the exact global norm is known. Those that the host's
-//! cores make are given to them when the step begins. What no next step will make, [`Step::update`] makes. Where the last step's norm serves in place of this one's
-//! ([`crate::optimizer::Clip::Lagged`]), an update is made right behind the backward that it follows from.
+//! cores make are given to them when the step begins. What no next step will make, [`Step::update`] makes. Where the
+//! last step's norm serves in place of this one's ([`crate::optimizer::Clip::Lagged`]), an update is made right behind
+//! the backward that it follows from.
 //!
 //! A step goes through the model in *rounds*, each with a part of its micro-batches. Within a round the order is
 //! layer-major: at each tick a block's weights are acquired once and used for all micro-batches of the round. One
@@ -168,7 +169,8 @@ impl<'a> Step<'a> {
 
     /// Embedding and all blocks, keeping what the backward wants. With several ranks a group is updated one block
     /// ahead, so that its new weights are gathered while that block computes. `due` is the update that the step before
-    /// left to this one; the flag in the control scalars says whether there is one (L9), so the ticks are always the same.
+    /// left to this one; the flag in the control scalars says whether there is one (L9), so the ticks are always the
+    /// same.
     ///
     /// # Errors
     /// If the world below refuses.

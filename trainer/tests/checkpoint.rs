@@ -423,11 +423,11 @@ fn two_ranks_go_on_from_what_any_number_wrote() {
     }
 }
 
-/// Saves as a run of these settings does.
-fn saver(run: &Path, engine: &mut Engine) -> Saver {
-    let output = OutputSettings {
+/// A run that saves so often, and keeps one checkpoint.
+fn output(run: &Path, save: Every) -> OutputSettings {
+    OutputSettings {
         dir: run.to_owned(),
-        save: Every::Steps(1),
+        save,
         async_save: AsyncSave::On,
         save_total_limit: Some(1),
         save_model: false,
@@ -436,9 +436,37 @@ fn saver(run: &Path, engine: &mut Engine) -> Saver {
         eval: Every::Never,
         eval_data: Vec::new(),
         eval_fraction: 0.0,
-    };
+    }
+}
+
+/// Saves as a run of these settings does.
+fn saver(output: &OutputSettings, engine: &mut Engine) -> Saver {
     let facts = facts(engine.options());
-    Saver::new(&output, facts, None, engine).unwrap()
+    Saver::new(output, facts, None, engine).unwrap()
+}
+
+/// What a run that saves nothing goes on from after a change of its plan is gone again, and nothing else is: not the
+/// checkpoint that it was resumed from, however few are kept.
+#[test]
+fn what_a_run_goes_on_from_takes_no_other_place() {
+    let temporary = tempfile::tempdir().unwrap();
+    let run = tempfile::tempdir().unwrap();
+    let folder = small(temporary.path(), 257, false);
+    let new = || bare(small_options(&folder), &DevicePolicy, plenty(), None);
+    let mut engine = new();
+    engine.load(&RandomWeights::new(&small_options(&folder).config, 3)).unwrap();
+    train(&mut engine, 0..1);
+    saver(&output(run.path(), Every::Steps(1)), &mut engine).save(&mut engine).unwrap();
+    train(&mut engine, 1..2);
+    let output = output(run.path(), Every::Never);
+    let mut saver = saver(&output, &mut engine);
+    assert!(saver.save_to_go_on(&mut engine).unwrap().records.is_empty(), "it is no save of the run's");
+    assert_eq!(saver.on_disk(), Some(2));
+    let mut again = new();
+    Saver::go_on(&output, 2, &mut again).unwrap();
+    assert_eq!(train(&mut again, 2..4), train(&mut engine, 2..4));
+    let left = fs::read_dir(run.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect::<Vec<_>>();
+    assert_eq!(left, ["checkpoint-1"]);
 }
 
 /// Every file of a checkpoint but the manifest, which holds nothing else of the states.
@@ -475,7 +503,7 @@ fn saves_beside_the_run_write_what_was_there_when_they_began() {
                 engine.load(&RandomWeights::new(&options(false).config, 3)).unwrap();
                 let ledger = engine.manager().ledger();
                 assert_eq!(ledger.reserved(Tier::Host, Category::Snapshot) > 0, snapshots);
-                let mut saver = saver(run.path(), &mut engine);
+                let mut saver = saver(&output(run.path(), Every::Steps(1)), &mut engine);
                 let mut bits = train(&mut engine, 0..2);
                 let first = saver.save(&mut engine).unwrap();
                 assert_eq!(first.records.len(), usize::from(!snapshots), "a save beside the run has not ended");
@@ -510,7 +538,7 @@ fn ranks_save_beside_the_run() {
             (options.sharding, options.shards, options.snapshots) = (ZERO3, shards, snapshots);
             let bits = ranks(&options, world, |engine| {
                 engine.load(&RandomWeights::new(&engine.options().config.clone(), 3)).unwrap();
-                let mut saver = saver(run.path(), engine);
+                let mut saver = saver(&output(run.path(), Every::Steps(1)), engine);
                 let mut bits = train(engine, 0..1);
                 saver.save(engine).unwrap();
                 for step in 1..4 {

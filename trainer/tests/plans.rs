@@ -5,6 +5,15 @@ mod folder;
 
 use folder::{Folder, text};
 
+/// The losses of a run.
+fn losses(folder: &Folder, train: &str) -> Vec<serde_json::Value> {
+    folder.accepts(&format!("{train} --output_dir out"));
+    let log = std::fs::read_to_string(folder.path("out/train_log.jsonl")).unwrap();
+    std::fs::remove_dir_all(folder.path("out")).unwrap();
+    let steps = log.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    steps.filter(|line| line["kind"] == "step").map(|line| line["loss"].clone()).collect()
+}
+
 /// A larger budget never refuses what a smaller one takes, and the planner takes what full recompute fits.
 #[test]
 fn what_fits_goes_on_fitting() {
@@ -34,20 +43,14 @@ fn a_model_that_fits_beside_a_small_window() {
         "train --model_config model.json --data text.txt --max_length 16 --max_steps 2 --backend cpu --no_save_model";
     for (clip, host) in [("exact", "600KiB"), ("lagged", "500KiB")] {
         let budgets = format!("--device_memory 1000KiB --host_memory {host}");
-        let losses = |more: &str| {
-            folder.accepts(&format!("{train} --clip {clip} {more} --output_dir out"));
-            let log = std::fs::read_to_string(folder.path("out/train_log.jsonl")).unwrap();
-            std::fs::remove_dir_all(folder.path("out")).unwrap();
-            let steps = log.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-            steps.filter(|line| line["kind"] == "step").map(|line| line["loss"].clone()).collect::<Vec<_>>()
-        };
-        let here = losses("");
-        assert!(here.len() == 2 && here == losses(&budgets), "{clip}: the same losses");
+        let train = format!("{train} --clip {clip}");
+        let here = losses(&folder, &train);
+        assert!(here.len() == 2 && here == losses(&folder, &format!("{train} {budgets}")), "{clip}: the same losses");
     }
 }
 
-/// The host's cores update what a slow link could not bring in time, if they are fast; as many as the user says; and who
-/// updates changes no loss.
+/// The host's cores update what a slow link could not bring in time, if they are fast; as many as the user says; and
+/// who updates changes no loss.
 #[test]
 fn the_hosts_cores_take_their_share() {
     let folder = Folder::new();
@@ -75,15 +78,13 @@ fn the_hosts_cores_take_their_share() {
     rates(1e3);
     assert_eq!(share(""), None, "slower than the link");
     assert!(share("--cpu_update 0.2").is_some_and(|line| line.contains("the last 1 of 4 groups")));
+    let (json, _) =
+        folder.accepts(&format!("plan --model_config model.json --rates rates.json {budgets} --ranks 2 --json"));
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["rates"]["host_updates"], 5e2, "two ranks of a host share its cores");
 
     let train = format!("train --model_config model.json --data text.txt --max_steps 3 --no_save_model {budgets}");
-    let losses = |more: &str| {
-        folder.accepts(&format!("{train} {more} --output_dir out"));
-        let log = std::fs::read_to_string(folder.path("out/train_log.jsonl")).unwrap();
-        std::fs::remove_dir_all(folder.path("out")).unwrap();
-        let steps = log.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-        steps.filter(|line| line["kind"] == "step").map(|line| line["loss"].clone()).collect::<Vec<_>>()
-    };
+    let losses = |more: &str| losses(&folder, &format!("{train} {more}"));
     let on_device = losses("--cpu_update 0");
     assert!(on_device.len() == 3 && on_device == losses("--cpu_update 0.5"));
     assert_eq!(on_device, losses("--cpu_update 1 --plugin gemini_cpu"));

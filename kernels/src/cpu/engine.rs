@@ -10,6 +10,7 @@ use super::ops::{Element, convert};
 use super::state::StateUpdate;
 use crate::block_io::BlockFile;
 use crate::link::Link;
+use crate::stream::Stamps;
 use crate::{Among, DType, Error, Mark, Result, Span, Stream, Tier, View, route};
 use crossbeam::channel::Receiver;
 use half::{bf16, f16};
@@ -17,9 +18,6 @@ use parking_lot::{Condvar, Mutex};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-
-/// Marks of a stream whose time is kept.
-const TIMES: usize = 4096;
 
 /// Bytes between two looks at the clock of a throttled copy.
 const PIECE_BYTES: usize = 1 << 20;
@@ -51,20 +49,15 @@ pub(crate) enum Command {
 /// How far a stream is.
 pub(crate) struct Progress {
     reached: AtomicU64,
-    /// Nanoseconds since the start of the backend at which mark `n` was reached, at `n % TIMES`.
-    times: Box<[AtomicU64]>,
+    /// In nanoseconds since the start of the backend.
+    stamps: Stamps,
     lock: Mutex<()>,
     changed: Condvar,
 }
 
 impl Progress {
     fn new() -> Progress {
-        Progress {
-            reached: AtomicU64::new(0),
-            times: (0..TIMES).map(|_| AtomicU64::new(0)).collect(),
-            lock: Mutex::new(()),
-            changed: Condvar::new(),
-        }
+        Progress { reached: AtomicU64::new(0), stamps: Stamps::new(), lock: Mutex::new(()), changed: Condvar::new() }
     }
 
     /// Whether mark `number` is reached.
@@ -85,18 +78,16 @@ impl Progress {
 
     /// Reaches mark `number` at time `now_ns`.
     pub(crate) fn reach(&self, number: u64, now_ns: u64) {
-        self.times[number as usize % TIMES].store(now_ns, Ordering::Relaxed);
+        self.stamps.keep(number, now_ns);
         self.reached.store(number, Ordering::Release);
         // Taking the lock orders this after a waiter's last look and before its sleep.
         drop(self.lock.lock());
         self.changed.notify_all();
     }
 
-    /// When mark `number` was reached, if it was and is among the last `TIMES`.
+    /// When mark `number` was reached, if it was and not too many others since.
     pub(crate) fn time_ns(&self, number: u64) -> Option<u64> {
-        let reached = self.reached.load(Ordering::Acquire);
-        let kept = number > 0 && number <= reached && reached - number < TIMES as u64;
-        kept.then(|| self.times[number as usize % TIMES].load(Ordering::Relaxed))
+        self.stamps.of(number, self.reached.load(Ordering::Acquire))
     }
 }
 

@@ -28,14 +28,26 @@ impl Memory {
         Memory { address: at(view.span), bytes: view.span.bytes, dtype: view.dtype }
     }
 
-    /// # Safety
-    /// The memory is live, and nothing else writes it, or reads it if the slice is written, while the slice lives.
-    unsafe fn slice<'a, T: Pod>(self, count: usize) -> &'a mut [T] {
+    /// Where the first `count` elements lie.
+    fn elements<T: Pod>(self, count: usize) -> *mut T {
         assert!(self.address.cast::<T>().is_aligned(), "a state is not aligned to {} bytes", align_of::<T>());
         let held = self.bytes as usize / size_of::<T>();
         assert!(count <= held, "a state of {count} elements in memory for {held}");
+        self.address.cast()
+    }
+
+    /// # Safety
+    /// The memory is live, and nothing writes it while the slice lives.
+    unsafe fn read<'a, T: Pod>(self, count: usize) -> &'a [T] {
         // SAFETY: aligned, and inside the view; the rest is passed on to the caller.
-        unsafe { std::slice::from_raw_parts_mut(self.address.cast(), count) }
+        unsafe { std::slice::from_raw_parts(self.elements(count), count) }
+    }
+
+    /// # Safety
+    /// The memory is live, and nothing else reads or writes it while the slice lives.
+    unsafe fn write<'a, T: Pod>(self, count: usize) -> &'a mut [T] {
+        // SAFETY: aligned, and inside the view; the rest is passed on to the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.elements(count), count) }
     }
 
     /// The first `count` elements as a gradient.
@@ -44,14 +56,14 @@ impl Memory {
     /// If gradients have no such type.
     ///
     /// # Safety
-    /// As for [`Memory::slice`].
+    /// As for [`Memory::read`].
     pub(crate) unsafe fn gradient<'a>(self, count: usize) -> Result<Gradient<'a>> {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.dtype {
-                DType::F32 => Ok(Gradient::F32(self.slice(count))),
-                DType::F16 => Ok(Gradient::F16(self.slice(count))),
-                DType::Bf16 => Ok(Gradient::Bf16(self.slice(count))),
+                DType::F32 => Ok(Gradient::F32(self.read(count))),
+                DType::F16 => Ok(Gradient::F16(self.read(count))),
+                DType::Bf16 => Ok(Gradient::Bf16(self.read(count))),
                 other => Err(unsupported(format!("a gradient in {other:?}"))),
             }
         }
@@ -63,16 +75,16 @@ impl Memory {
     /// If moments have no such type.
     ///
     /// # Safety
-    /// As for [`Memory::slice`].
+    /// As for [`Memory::write`].
     pub(crate) unsafe fn moment<'a>(self, count: usize) -> Result<Moment<'a>> {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.dtype {
-                DType::F32 => Ok(Moment::F32(self.slice(count))),
-                DType::Bf16 => Ok(Moment::Bf16(self.slice(count))),
+                DType::F32 => Ok(Moment::F32(self.write(count))),
+                DType::Bf16 => Ok(Moment::Bf16(self.write(count))),
                 DType::Q8 => {
                     let bytes = DType::Q8.bytes(count as u64) as usize;
-                    let (codes, scales) = self.slice::<u8>(bytes).split_at_mut(count);
+                    let (codes, scales) = self.write::<u8>(bytes).split_at_mut(count);
                     Ok(Moment::Q8(codes, bytemuck::cast_slice_mut(scales)))
                 }
                 other => Err(unsupported(format!("a moment in {other:?}"))),
@@ -121,7 +133,7 @@ impl StateUpdate {
     /// If no update is defined for these types.
     ///
     /// # Safety
-    /// The state's memory is live and nothing else uses it meanwhile.
+    /// The state's memory is live, and meanwhile nothing else uses it but to read the gradient.
     pub(crate) unsafe fn carry_out(self, multiplier: f32) -> Result<()> {
         let count = self.count;
         // SAFETY: passed on to the caller; the views of a state do not overlap, since they are different data.
@@ -147,10 +159,10 @@ impl StateUpdate {
         // SAFETY: passed on to the caller.
         unsafe {
             match (weights.dtype, self.master.map(|master| (master, master.dtype))) {
-                (DType::F32, None) => Ok(Weights::F32(weights.slice(count))),
-                (DType::Bf16, Some((m, DType::F32))) => Ok(Weights::Bf16Master(weights.slice(count), m.slice(count))),
-                (DType::Bf16, Some((m, DType::Rem16))) => Ok(Weights::Bf16Split(weights.slice(count), m.slice(count))),
-                (DType::F16, Some((m, DType::F32))) => Ok(Weights::F16Master(weights.slice(count), m.slice(count))),
+                (DType::F32, None) => Ok(Weights::F32(weights.write(count))),
+                (DType::Bf16, Some((m, DType::F32))) => Ok(Weights::Bf16Master(weights.write(count), m.write(count))),
+                (DType::Bf16, Some((m, DType::Rem16))) => Ok(Weights::Bf16Split(weights.write(count), m.write(count))),
+                (DType::F16, Some((m, DType::F32))) => Ok(Weights::F16Master(weights.write(count), m.write(count))),
                 (weight, master) => {
                     Err(unsupported(format!("{weight:?} weights with master {:?}", master.map(|master| master.1))))
                 }

@@ -260,8 +260,8 @@ fn available_host_bytes() -> u64 {
     number("max").map_or(u64::MAX, |limit| limit.saturating_sub(used))
 }
 
-/// Of the bytes that a control group uses those of files, by its `memory.stat`: the kernel takes them away where they are
-/// wanted. After a checkpoint they fill the group to its limit.
+/// Of the bytes that a control group uses those of files, by its `memory.stat`: the kernel takes them away where they
+/// are wanted. After a checkpoint they fill the group to its limit.
 fn cached_bytes(stat: &str) -> u64 {
     let bytes =
         |line: &str| line.strip_prefix("active_file ").or(line.strip_prefix("inactive_file "))?.parse::<u64>().ok();

@@ -108,7 +108,7 @@ fn carry_out(job: Job, marks: &Marks, failures: &Failures) -> Result<()> {
         Job::Update(update, scalars) => {
             // SAFETY: an aligned slot of as many scalars, which nobody writes before this job is reported.
             let scalars = unsafe { std::slice::from_raw_parts(scalars.address.cast(), control::COUNT as usize) };
-            // SAFETY: as above.
+            // SAFETY: the state's spans were checked when the job was made, and the caller orders their uses by marks.
             state::multiplier(scalars).map_or(Ok(()), |multiplier| unsafe { update.carry_out(multiplier) })
         }
         Job::Report(_) => unreachable!("handled by the loop"),

@@ -8,6 +8,7 @@
 //! operation, an engine waits for a CUDA stream by asking its event now and then.
 
 use super::driver::{Failures, SharedPage, check, refusal};
+use crate::stream::Stamps;
 use crate::{Error, Mark, Result, Stream};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUevent, CUresult, CUstream};
@@ -17,9 +18,6 @@ use std::time::{Duration, Instant};
 
 /// Marks that a CUDA stream can have in flight.
 const RING: u64 = 8192;
-
-/// Marks of an engine whose time is kept.
-const TIMES: usize = 4096;
 
 /// Pause between two looks of an engine, or of a join on an engine. File requests take milliseconds.
 const LOOK: Duration = Duration::from_micros(30);
@@ -65,8 +63,8 @@ pub(crate) struct Marks {
     counters: SharedPage,
     /// Marks given out by each engine's stream.
     issued: [AtomicU64; 3],
-    /// For each engine, nanoseconds since `start` at which mark `n` was reached, at `n % TIMES`.
-    times: [Box<[AtomicU64]>; 3],
+    /// Of each engine's marks, in nanoseconds since `start`.
+    stamps: [Stamps; 3],
     start: Instant,
     timed: bool,
 }
@@ -83,7 +81,7 @@ impl Marks {
             queues: Vec::new(),
             counters: SharedPage::new(context)?,
             issued: Default::default(),
-            times: std::array::from_fn(|_| (0..TIMES).map(|_| AtomicU64::new(0)).collect()),
+            stamps: std::array::from_fn(|_| Stamps::new()),
             start: Instant::now(),
             timed,
         };
@@ -144,8 +142,7 @@ impl Marks {
 
     /// An engine reports what it has done.
     pub(crate) fn report(&self, engine: Engine, number: u64) {
-        let now = self.start.elapsed().as_nanos() as u64;
-        self.times[engine as usize][number as usize % TIMES].store(now, Ordering::Relaxed);
+        self.stamps[engine as usize].keep(number, self.start.elapsed().as_nanos() as u64);
         self.counter(engine).store(number, Ordering::Release);
     }
 
@@ -257,16 +254,14 @@ impl Marks {
         Ok(())
     }
 
-    /// Nanoseconds between two reached marks of one stream that are still in its ring.
+    /// Nanoseconds between two reached marks of one stream, unless too many others came since.
     pub(crate) fn elapsed_ns(&self, from: Mark, to: Mark) -> Option<u64> {
         if !self.timed || from.stream != to.stream {
             return None;
         }
         if let Some(engine) = Engine::of(from.stream) {
-            let (done, first) = (self.done(engine), from.number.min(to.number));
-            let kept = first > 0 && to.number <= done && done - first < TIMES as u64;
-            let at = |mark: Mark| self.times[engine as usize][mark.number as usize % TIMES].load(Ordering::Relaxed);
-            return (kept && from.number <= to.number).then(|| at(to).saturating_sub(at(from)));
+            let at = |mark: Mark| self.stamps[engine as usize].of(mark.number, self.done(engine));
+            return at(to)?.checked_sub(at(from)?);
         }
         let queue = self.queue(from.stream);
         let last = queue.last.load(Ordering::Acquire);

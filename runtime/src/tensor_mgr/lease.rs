@@ -65,7 +65,11 @@ impl StatefulTensorMgr {
             let uses = &mut ticks.last_mut().expect("a tick was started").uses;
             uses.push(Use { chunk, access, until: tick });
         }
-        let home_on_device = self.chunk(chunk).home.tier == Tier::Device;
+        let home = self.chunk(chunk).home.tier;
+        // What is recorded has no plan yet: everything is on the device.
+        let in_memory = home == Tier::Host || self.recording.is_some();
+        assert!(in_memory || !access.on_host(), "{chunk:?}: the host's cores find nothing on the {home} tier");
+        let home_on_device = home == Tier::Device;
         let view = if in_place(access, self.sharded(chunk), home_on_device) {
             self.drop_stale_copy(chunk, access);
             let state = self.chunk_mut(chunk);
@@ -108,8 +112,8 @@ impl StatefulTensorMgr {
         Ok(Lease { chunk, access, view, first, elements, own, squares, begun })
     }
 
-    /// Reduces a gradient that has no home over the ranks, once it is formed. Operators that are issued from here on may
-    /// not use it before [`StatefulTensorMgr::await_reduced`].
+    /// Reduces a gradient that has no home over the ranks, once it is formed. Operators that are issued from here on
+    /// may not use it before [`StatefulTensorMgr::await_reduced`].
     ///
     /// # Errors
     /// If a move cannot be issued.

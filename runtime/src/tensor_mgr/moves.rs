@@ -29,8 +29,8 @@ pub(super) fn file_pieces(home: Span, most: u64) -> impl Iterator<Item = (Span, 
 }
 
 impl StatefulTensorMgr {
-    /// Drops an idle copy of the wrong form, but for a shard from which the whole will be gathered, and any of what
-    /// changes at home. Returns whether a copy of the right form is missing.
+    /// Drops an idle copy of the wrong form, but for a shard from which the whole will be gathered, and of what the host's
+    /// cores use at home any. Returns whether a copy of the right form is missing.
     pub(super) fn drop_stale_copy(&mut self, chunk: ChunkId, access: Access) -> bool {
         match self.chunk(chunk).idle_copy() {
             None => true,

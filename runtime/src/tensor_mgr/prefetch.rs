@@ -122,9 +122,9 @@ impl StatefulTensorMgr {
         own + if leaves { spare.min(schedule.lasting_spare(used.until)) } else { spare }
     }
 
-    /// Takes `bytes` of the window before `end` and leaves `reserve` bytes takeable, dropping idle copies that are wanted
-    /// later than `before` (`None`: any): first those that only the next pass wants, the longest home first, for its place
-    /// is free soonest; then the latest.
+    /// Takes `bytes` of the window before `end` and leaves `reserve` bytes takeable, dropping idle copies that are
+    /// wanted later than `before` (`None`: any): first those that only the next pass wants, the longest home first, for
+    /// its place is free soonest; then the latest.
     pub(super) fn make_room(
         &mut self,
         bytes: u64,

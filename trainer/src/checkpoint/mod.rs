@@ -11,11 +11,12 @@
 //! The folder is made as `checkpoint-STEP.tmp` and renamed when all of it is on disk, so a folder with the final
 //! name is whole, and a crash at any byte leaves the checkpoints before as they were. Each element is written once,
 //! by the rank whose shard it would be with everything sharded, whatever the plugin shards: the files depend on the
-//! number of shards alone (of ranks with the same shard the first writes), and a run of any number reads the element ranges that it stores ([`Checkpoint::restore`]).
+//! number of shards alone (of ranks with the same shard the first writes), and a run of any number reads the element
+//! ranges that it stores ([`Checkpoint::restore`]).
 //!
-//! A save holds the run until the files are on disk, or, with snapshots, until the states are copied to host memory, from
-//! which threads write them while the run goes on. Either way it is one save at a time, and all ranks agree before the
-//! folder gets its name.
+//! A save holds the run until the files are on disk, or, with snapshots, until the states are copied to host memory,
+//! from which threads write them while the run goes on. Either way it is one save at a time, and all ranks agree before
+//! the folder gets its name.
 //!
 //! What random numbers and rows come next follows from seed and step, so no generator is saved.
 

@@ -53,7 +53,9 @@ impl Saver {
         Ok(Saver {
             run_dir: output.dir.clone(),
             every: output.save,
-            limit: output.save_total_limit,
+            // Where the run itself saves nothing, what it goes on from after a change of the plan is gone again: for
+            // that no other checkpoint makes room.
+            limit: output.save_total_limit.filter(|_| output.save != Every::Never),
             facts,
             begun,
             saved: None,
@@ -79,7 +81,8 @@ impl Saver {
         }
     }
 
-    /// Saves a run that goes on from there at once, whether it is one that saves or not, and waits until all is on disk.
+    /// Saves a run that goes on from there at once, whether it is one that saves or not, and waits until all is on
+    /// disk.
     ///
     /// # Errors
     /// As [`Saver::save`].

@@ -42,9 +42,9 @@ impl Step<'_> {
         self.model.updated_on_host.contains(&u64::from(group.0))
     }
 
-    /// Makes the update that follows from a gradient, if updates do not wait for the norm. A gradient that is not finite
-    /// on any rank holds back the update of its own group (L9); the others' may be made already. There is no loss scale,
-    /// and the last step's norm is in the gradient.
+    /// Makes the update that follows from a gradient, if updates do not wait for the norm. A gradient that is not
+    /// finite on any rank holds back the update of its own group (L9); the others' may be made already. There is no
+    /// loss scale, and the last step's norm is in the gradient.
     pub(super) fn update_behind(&mut self, gradient: Option<Produced>, phase: Phase) -> Result<()> {
         let Some(Produced { group, lease }) = gradient else { return Ok(()) };
         let Some(due) = self.behind else { return lease.map_or(Ok(()), |lease| self.mgr.release(lease)) };

@@ -255,8 +255,8 @@ impl Run<'_> {
         all(&*leg.hardware.backend, own)
     }
 
-    /// What a change is weighed by where a step was measured to take so long: a checkpoint is written and read, and hardware
-    /// opened.
+    /// What a change is weighed by where a step was measured to take so long: a checkpoint is written and read, and
+    /// hardware opened.
     fn stakes(&self, leg: &Leg, measured_s: f64) -> Stakes {
         let bytes = checkpoint::rank_bytes(leg.blueprint.layout()) as f64 * f64::from(self.world.local_world);
         let change_s = 2.0 * self.save_s.unwrap_or(bytes / DISK_BYTES_PER_S) + leg.opening.opened_s;

@@ -74,8 +74,8 @@ impl Run<'_> {
         self.settings.optimizer.inexact().or(of_before)
     }
 
-    /// What `castor sample` finds the tokenizer by: `bytes`, or its whole path. Of token files one that was not named is
-    /// not known.
+    /// What `castor sample` finds the tokenizer by: `bytes`, or its whole path. Of token files one that was not named
+    /// is not known.
     fn tokenizer(&self) -> Option<String> {
         let name = &self.settings.tokenizer;
         if name == "bytes" {

@@ -302,8 +302,8 @@ fn prefetch<T>(memory: &[T], first: usize, count: usize) {
     }
 }
 
-/// 32 random bits of a lane for each element, from bit `shift` on. In a loop of their own: one over numbers of 64 and of
-/// 32 bits would take as many at a time as there are of 64 in a register.
+/// 32 random bits of a lane for each element, from bit `shift` on. In a loop of their own: one over numbers of 64 and
+/// of 32 bits would take as many at a time as there are of 64 in a register.
 #[inline(always)]
 fn random(starts: &[u64], lane: u64, shift: u32) -> [u32; BLOCK] {
     let mut random = [0; BLOCK];
