@@ -35,6 +35,10 @@ const BESIDE: [f64; 3] = [1.0 / 16.0, 1.0 / 32.0, 1.0 / 64.0];
 /// The most of them, beside the largest each time.
 const MOST_ON_HOST: f64 = ON_HOST[4] + BESIDE[0] + BESIDE[1] + BESIDE[2];
 
+/// Part of a step by which it is not known how long updates on the host hold it up: other work shares the cores and their
+/// memory. Predictions with them were off by up to so much, but for one of 5 % (`benches/LOG.md`, run 8).
+const DOUBT: f64 = 0.01;
+
 /// Ways that are compared at once, in as many threads as there are; as many on every machine, for where the search ends
 /// depends on it (L7).
 const AT_ONCE: usize = 8;
@@ -67,6 +71,14 @@ struct Fitting {
     step_s: f64,
     window_bytes: u64,
     way: Way,
+}
+
+impl Fitting {
+    /// The time by which ways are compared: updates on the host must save more than what is not known of them.
+    fn doubted_s(&self) -> f64 {
+        let doubt = if self.way.blueprint.options().updates_on_host > 0 { DOUBT } else { 0.0 };
+        self.step_s * (1.0 + doubt)
+    }
 }
 
 /// The policy of the plugin, with [`AutoPolicy::window`].
@@ -278,7 +290,7 @@ impl Search<'_> {
             found.extend(self.those_that_fit(nearer));
         }
         self.fitting.extend(found);
-        self.fitting.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        self.fitting.sort_by(|a, b| a.doubted_s().total_cmp(&b.doubted_s()));
         Ok(())
     }
 
