@@ -26,7 +26,6 @@ pub struct Traffic {
     /// Sent in reductions.
     pub reduced: u64,
     /// Of host memory, read and written by its cores' updates.
-    #[serde(default)]
     pub updated: u64,
 }
 
