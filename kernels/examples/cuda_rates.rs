@@ -135,8 +135,9 @@ fn host_updates() -> Result<()> {
             format!("{} {:.1}", stream.name(), done as f64 * COPY as f64 / seconds / 1e9)
         };
         let copied: Vec<String> = beside.iter().map(copied).collect();
-        let rate = (UPDATES * COUNT) as f64 / seconds;
-        println!("{name:>22} {:8.0} {:8.1}   {}", rate / 1e6, 26.0 * rate / 1e9, copied.join(" "));
+        let a_second = |each: u64| (UPDATES * each) as f64 / seconds;
+        let (rate, moved) = (a_second(COUNT) / 1e6, a_second(state.adamw_bytes()) / 1e9);
+        println!("{name:>22} {rate:8.0} {moved:8.1}   {}", copied.join(" "));
         for mark in copies {
             cuda.join(mark)?;
         }

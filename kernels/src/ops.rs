@@ -153,6 +153,14 @@ pub struct State {
     pub first_element: u64,
 }
 
+impl State {
+    /// Bytes of memory that AdamW reads and writes: the gradient once, all else both ways.
+    pub fn adamw_bytes(&self) -> u64 {
+        let written = [Some(self.parameter), self.master, Some(self.first), Some(self.second)];
+        self.gradient.span.bytes + 2 * written.into_iter().flatten().map(|view| view.span.bytes).sum::<u64>()
+    }
+}
+
 /// Layout of the f32 scalars that [`Operators::norm_finish`] writes and [`Operators::update`] reads.
 pub mod control {
     /// What each gradient is multiplied by: clip factor / loss scale; 0 if the step is skipped.

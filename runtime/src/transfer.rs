@@ -6,12 +6,11 @@ use crate::error::Result;
 use crate::fence::Fence;
 use crate::timeline::{Pace, StepTime, Timeline};
 use castor_kernels::{Among, Backend, Mark, Span, Stream, View};
-use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Instant;
 
 /// Bytes by link.
-#[derive(Clone, Copy, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub struct Traffic {
     /// Host to device.
     pub host_to_device: u64,
@@ -26,7 +25,6 @@ pub struct Traffic {
     /// Sent in reductions.
     pub reduced: u64,
     /// Of host memory, read and written by its cores' updates.
-    #[serde(default)]
     pub updated: u64,
 }
 

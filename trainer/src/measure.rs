@@ -368,11 +368,8 @@ impl<'a> Bench<'a> {
         for mark in copies.iter().flat_map(|marks| marks.last()) {
             backend.join(*mark)?;
         }
-        let State { parameter, gradient, master, first, second, .. } = state;
-        let written = [Some(parameter), master, Some(first), Some(second)];
-        let both = 2 * written.into_iter().flatten().map(|view| view.span.bytes).sum::<u64>();
-        let updates = (UPDATES * (both + gradient.span.bytes)) as f64;
-        Ok([updates / seconds, moved[0] as f64 / seconds, moved[1] as f64 / seconds])
+        let read_and_written = (UPDATES * state.adamw_bytes()) as f64;
+        Ok([read_and_written / seconds, moved[0] as f64 / seconds, moved[1] as f64 / seconds])
     }
 
     fn disk(&self) -> castor_kernels::Result<BTreeMap<Rate, MeasuredRate>> {
