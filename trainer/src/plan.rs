@@ -120,7 +120,8 @@ pub fn main(settings: &Settings, wanted: Wanted) -> Result<()> {
     println!("  blocks keep   {}{first}", levels.join(", "));
     if let updates @ 1.. = blueprint.options().updates_on_host {
         let groups = blueprint.groups().count();
-        println!("  updates       the last {updates} of {groups} groups by the host's cores, the others on the device");
+        let others = if updates < groups { ", the others on the device" } else { "" };
+        println!("  updates       the last {updates} of {groups} groups by the host's cores{others}");
     }
     println!("  together      {} of {} micro-batches", blueprint.options().round, blueprint.options().micro_batches);
     println!("  estimated     {estimate}");
