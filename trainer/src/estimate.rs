@@ -51,14 +51,15 @@ impl Estimate {
         ))
     }
 
-    /// What arithmetic waits for longest, or "compute" where it hardly waits.
+    /// What is busy longest while arithmetic waits, or "compute" where it hardly waits. What it waits for itself is the
+    /// last of a chain: a fetch that waits for the disk is no slow link.
     pub fn bound(&self) -> &'static str {
         if self.time.waited_s.iter().sum::<f64>() < 0.02 * self.time.step_s {
             return "compute";
         }
-        let waited = |stream: &Stream| self.time.waited_s[stream.index()];
-        let longest = Stream::ALL.into_iter().max_by(|a, b| waited(a).total_cmp(&waited(b)));
-        match longest {
+        let busy = |stream: &Stream| self.time.busy_s[stream.index()];
+        let moves = Stream::ALL.into_iter().filter(|stream| *stream != Stream::Compute);
+        match moves.max_by(|a, b| busy(a).total_cmp(&busy(b))) {
             Some(Stream::HostToDevice) => "host to device",
             Some(Stream::DeviceToHost) => "device to host",
             Some(Stream::Collective) => "collectives",
@@ -235,4 +236,22 @@ pub fn pace(rates: &Rates, moments: DType) -> Pace {
     });
     // Measured: products beside copies run slower by 4 to 8 % of the copies' time.
     Pace { bytes_per_s, beside_host_per_s, contention: 0.06 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_is_bounded_by_the_busiest_stream_if_arithmetic_waits() {
+        let mut time = StepTime { step_s: 50.0, compute_s: 1.0, ..StepTime::default() };
+        time.busy_s[Stream::HostToDevice.index()] = 2.0;
+        time.busy_s[Stream::NvmeWrite.index()] = 48.0;
+        // Fetches wait for room that writes to the disk make, and arithmetic for the fetches.
+        time.waited_s[Stream::HostToDevice.index()] = 48.0;
+        assert_eq!(Estimate { time }.bound(), "nvme write");
+
+        time.waited_s = [0.0; Stream::ALL.len()];
+        assert_eq!(Estimate { time }.bound(), "compute");
+    }
 }

@@ -7,7 +7,7 @@ use super::snapshot::Snapshot;
 use super::{agree, failed, folder, model, rank_file};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::report::log::SaveRecord;
+use crate::report::log::{self, SaveRecord};
 use crate::settings::{Every, OutputSettings, Settings};
 use castor_runtime::layout::Layout;
 use castor_runtime::{Bytes, limits};
@@ -304,6 +304,8 @@ pub fn prepare(settings: &Settings, layout: &Layout) -> Result<()> {
         tempfile::tempfile_in(run_dir)
     };
     write().map_err(|error| refuse(format!("{error}; give a folder in which files can be written")))?;
+    // Before cleaning, for a save of a run that goes on there is no crash's leaving.
+    log::refuse_two(run_dir)?;
     folder::clean(run_dir)?;
     let available = limits::disk_available_bytes(run_dir).map_err(|error| failed(run_dir, "statvfs", &error))?;
     if available < bytes {

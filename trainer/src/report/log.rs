@@ -6,6 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -101,6 +102,23 @@ pub fn goes_on(run_dir: &Path) -> Result<Option<String>> {
     Ok(free.then(|| "no run goes on there; budgets of one that is to start are flags of `castor train`".into()))
 }
 
+/// Refuses a folder in which another run writes its log: each would remove and replace what the other saves.
+///
+/// # Errors
+/// [`Error::Usage`] if one does. What cannot be said, as on a file system that knows no locks, is no reason.
+pub fn refuse_two(run_dir: &Path) -> Result<()> {
+    let Ok(file) = File::open(run_dir.join(FILE)) else { return Ok(()) };
+    match flock(&file, FlockOperation::NonBlockingLockShared) {
+        Err(Errno::WOULDBLOCK) => Err(taken(run_dir)),
+        _ => Ok(()),
+    }
+}
+
+fn taken(run_dir: &Path) -> Error {
+    let dir = run_dir.display();
+    Error::Usage(format!("--output_dir {dir}: a run goes on there; give another folder, or wait until it has ended"))
+}
+
 /// The log while it is written. Each line is on disk, as far as the system is concerned, before the next step.
 pub struct RunLog {
     file: File,
@@ -118,12 +136,15 @@ impl RunLog {
         let failed =
             |error: std::io::Error| Error::Failed(format!("{} cannot be opened for writing: {error}", path.display()));
         std::fs::create_dir_all(run_dir).map_err(failed)?;
+        refuse_two(run_dir)?;
         take_out_later(&path, after)?;
         // What no report could read at the end is refused before the first step.
         RunLog::read(run_dir)?;
         let file = OpenOptions::new().create(true).append(true).open(&path).map_err(failed)?;
-        // For [`goes_on`]; a file system that knows no locks is no reason not to train.
-        let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        // For [`goes_on`] and [`refuse_two`]; a file system that knows no locks is no reason not to train.
+        if flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+            return Err(taken(run_dir));
+        }
         let mut log = RunLog { file, path };
         log.line(&Line::Header { run: header })?;
         Ok(log)
@@ -438,6 +459,9 @@ mod tests {
         });
         plans.iter().try_for_each(|plan| log.plan(plan)).unwrap();
         assert_eq!(goes_on(folder.path()).unwrap(), None);
+        let second = RunLog::begin(folder.path(), Some(3), Value::Null).map(|_| ()).unwrap_err();
+        assert!(second.to_string().contains("a run goes on there"), "{second}");
+        assert_eq!(RunLog::read(folder.path()).unwrap().unwrap().plans.len(), 2, "the log of the first is as it was");
         drop(log);
         assert!(goes_on(folder.path()).unwrap().is_some_and(|why| why.contains("no run goes on")));
         assert_eq!(RunLog::read(folder.path()).unwrap().unwrap().plans, plans);
