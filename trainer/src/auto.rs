@@ -206,7 +206,12 @@ fn best(settings: &Settings, options: Options, hardware: &Hardware, world: u32) 
         }
     }
     Err(match refusal {
-        Some(Error::DoesNotFit(reason)) => Error::DoesNotFit(format!("{reason}{}", way_out(&options, world))),
+        Some(Error::DoesNotFit(reason)) => {
+            let share = settings.memory.cpu_update.filter(|share| *share > 0.0);
+            let lower =
+                share.map(|_| "; what the host's cores update lies in host memory: a lower --cpu_update needs less");
+            Error::DoesNotFit(format!("{reason}{}{}", way_out(&options, world), lower.unwrap_or_default()))
+        }
         other => other.unwrap_or_else(|| Error::DoesNotFit("there is nothing to plan".into())),
     })
 }

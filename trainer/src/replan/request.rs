@@ -50,13 +50,21 @@ pub fn main(run_dir: &Path, request: &Request) -> Result<()> {
 }
 
 impl Request {
-    /// Leaves it in a run's folder, in place of one that was not answered yet.
+    /// Leaves it in a run's folder. What one that waits there asks for besides is asked for again.
     ///
     /// # Errors
     /// [`Error::Failed`] with path and reason.
     pub fn leave(&self, run_dir: &Path) -> Result<()> {
         let path = place(run_dir);
-        let bytes = serde_json::to_vec(self).map_err(|error| Error::Failed(format!("{}: {error}", path.display())))?;
+        let waiting = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice::<Request>(&bytes).ok());
+        let waiting = waiting.unwrap_or_default();
+        let request = Request {
+            device_memory: self.device_memory.clone().or(waiting.device_memory),
+            host_memory: self.host_memory.clone().or(waiting.host_memory),
+            nvme_capacity: self.nvme_capacity.clone().or(waiting.nvme_capacity),
+        };
+        let bytes =
+            serde_json::to_vec(&request).map_err(|error| Error::Failed(format!("{}: {error}", path.display())))?;
         write_whole(&path, &bytes)
     }
 
@@ -141,10 +149,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(Request::take(folder.path()).unwrap(), None);
         let request = asks(Some("8MiB"), None);
-        asks(Some("9MiB"), None).leave(folder.path()).unwrap();
+        asks(Some("9MiB"), Some("1GiB")).leave(folder.path()).unwrap();
         request.leave(folder.path()).unwrap();
         assert!(Request::waits(folder.path()));
-        assert_eq!(Request::take(folder.path()).unwrap(), Some(request), "the later one");
+        assert_eq!(
+            Request::take(folder.path()).unwrap(),
+            Some(asks(Some("8MiB"), Some("1GiB"))),
+            "the later, and both"
+        );
         assert_eq!(Request::take(folder.path()).unwrap(), None);
         for broken in ["{", "8", r#"{"device": "8MiB"}"#] {
             std::fs::write(folder.path().join(FILE), broken).unwrap();

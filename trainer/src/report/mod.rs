@@ -118,7 +118,8 @@ pub fn summary(log: Option<&log::Run>, memory: Option<&MemoryReport>) -> String 
     }
     let _ = writeln!(
         text,
-        "\nThe step waited {:.1} ms for moves, of {:.1} ms.",
+        "\nThe step waited {:.1} ms for moves, what came with the first step, evaluations and saves divided among all; \
+         a steady step takes {:.1} ms.",
         memory.stall_seconds_per_step * 1e3,
         memory.step_seconds * 1e3
     );

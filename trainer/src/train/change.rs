@@ -163,7 +163,7 @@ impl Run<'_> {
         let (after_s, took_s) = (planned.estimate.time.step_s, planned.seconds);
         let found = format!(
             "the first steps took {:.3} s each, estimated were {estimated_s:.3} s; at the rates that they show the plan \
-             takes {before_s:.3} s a step and the best one {after_s:.3} s (planned in {took_s:.1} s)",
+             takes {before_s:.3} s a step and the best other {after_s:.3} s (planned in {took_s:.1} s)",
             measured.step_s
         );
         let same = replan::are_same((&leg.blueprint, leg.engine.manager().plan()), (&planned.blueprint, &planned.plan));
