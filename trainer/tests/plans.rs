@@ -81,7 +81,7 @@ fn the_hosts_cores_take_their_share() {
     let (json, _) =
         folder.accepts(&format!("plan --model_config model.json --rates rates.json {budgets} --ranks 2 --json"));
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
-    assert_eq!(json["rates"]["host_updates"], 5e2, "two ranks of a host share its cores");
+    assert_eq!(json["rates"]["host_updates"]["f32"], 5e2, "two ranks of a host share its cores");
 
     let train = format!("train --model_config model.json --data text.txt --max_steps 3 --no_save_model {budgets}");
     let losses = |more: &str| losses(&folder, &format!("{train} {more}"));
