@@ -316,8 +316,8 @@ impl Search<'_> {
                     self.ways(options, share)?;
                 }
             }
-            let best = self.fitting.first().map_or(0, |best| best.way.blueprint.options().updates_on_host);
-            let (Some(beside), 1..) = (beside, best) else { break };
+            let mut shares = self.fitting.iter().map(|fitting| fitting.way.blueprint.options().updates_on_host);
+            let (Some(beside), Some(best)) = (beside, shares.find(|share| *share > 0)) else { break };
             let best = best as f64 / groups as f64;
             next = vec![best - beside, best + beside];
         }
