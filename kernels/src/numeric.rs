@@ -9,15 +9,8 @@ use crate::ops::{AdamW, Sophia};
 /// 16 bits, so a split master and a full f32 master give the same weights. Infinities stay; NaN stays NaN.
 #[inline]
 pub const fn round_bf16(x: f32) -> u16 {
-    let (bits, magnitude) = (x.to_bits(), x.to_bits() & 0x7FFF_FFFF);
-    let rounded = if magnitude > INFINITE {
-        bits | 0x40_0000
-    } else if magnitude == INFINITE {
-        bits
-    } else {
-        bits.wrapping_add(0x8000)
-    };
-    (rounded >> 16) as u16
+    // As if the middle were drawn: what is cut off goes up from its half on.
+    round_bf16_stochastic(x, 0x8000)
 }
 
 /// The bits of infinity; the magnitude of what is not a number is above it.
